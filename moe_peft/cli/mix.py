@@ -10,7 +10,7 @@ from rich.table import Table
 from ..combine.held_out import HeldOut
 from ..combine.mix import MixSettings, labels_of, mix
 from ..native.export import adapted_moe
-from ..native.folders import MoELoraFolder, NativeFolder, open_folder
+from ..native.folders import MoELoraFolder, open_folder
 from ..utils.messages import InputError
 from .settings import SettingsParser
 
@@ -69,14 +69,17 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
 def destinations(settings: MixSettings) -> list[str]:
     """Where a mixture can go, from what it really has."""
     output = settings.output
-    folder = open_folder(output, "output", MoELoraFolder, NativeFolder, base=None if settings.models else settings.base)
-    if isinstance(folder, NativeFolder):
+    if settings.models:
         return [
             f"a native MoE, for transformers and vLLM as it is (vllm serve {output}); for llama.cpp: moe-peft export "
             f"--model {output} --format gguf --output {output}.gguf"
         ]
+    folder = open_folder(output, "output", MoELoraFolder, base=settings.base)
     lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
-    if any(key.endswith(".moe_lora_A.weight") for key in folder.tensors):
+    linears = {len(A_NRI) for key, A_NRI in folder.tensors.items() if key.endswith(".moe_lora_A.weight")}
+    if linears == {1} and not settings.attention:
+        lines.append("attention is the mean of the adapters: try --attention route, too, if you need no export")
+    if linears:
         lines.append("vLLM: only as an export, since it serves experts on FFNs alone")
     else:
         lines.append(f"vLLM, if the base is a Llama, Mistral or Qwen: vllm serve {output}")

@@ -144,7 +144,8 @@ def _score_picked(model: Any, parts: Parts) -> Losses:
             with alone(model, expert):
                 own = rows.select([i for i, other in enumerate(picked) if other == expert])
                 scored.append(example_losses(model, own, parts.collator, rows=parts.batch_size))
-        losses[label] = mean_loss(*map(torch.cat, zip(*scored, strict=True)), f"held-out rows of {label!r}")
+        losses_S, counts_S = (torch.cat(values) for values in zip(*scored, strict=True))
+        losses[label] = mean_loss(losses_S, counts_S, f"held-out rows of {label!r}")
     return _with_mean(losses)
 
 

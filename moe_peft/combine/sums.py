@@ -23,7 +23,7 @@ def size_of_sums(sums: Sequence[Sums]) -> int:
 
 def write_sums(folder: Path, sums: Sequence[Sums]) -> None:
     """Write the sums of each layer, XᵀX as its upper triangle. In float32, their rounding would be larger than λ."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for i, of_layer in enumerate(sums):
         xx_DD, xy_DN = of_layer["xx"].cpu().double(), of_layer["xy"].cpu().double()
         rows, columns = torch.triu_indices(len(xx_DD), len(xx_DD))

@@ -225,8 +225,8 @@ class PrunableMoE(Prunable):
                 writer.write(name, tensor())
         values = read_json(self.folder.folder / CONFIG)
         counts: dict[str, Any] = {key: m for key in ("num_experts", "num_local_experts") if key in values}
-        if (names := _names(values.pop(NAMES_FIELD, None), groups)) is not None:
-            counts[NAMES_FIELD] = names
+        if (left := _names(values.pop(NAMES_FIELD, None), groups)) is not None:
+            counts[NAMES_FIELD] = left
         (folder / CONFIG).write_text(json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n")
         copy_companions(self.folder.folder, folder)
 

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
 from moe_peft.analysis.inspect import inspect_model
-from moe_peft.combine.held_out import HeldOut
+from moe_peft.combine.held_out import HeldOut, picked_experts
 from moe_peft.combine.mix import Source, mix
 from moe_peft.models.introspection import expert_names
 from moe_peft.models.layer import routed_layers
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.folders import DenseFolder, open_folder
 from moe_peft.native.upcycle import mean_model
-from moe_peft.training.preparation import calibration_batches
+from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 
 TEST = rows()[:12]  # of test.jsonl
@@ -385,3 +386,15 @@ def test_the_experts_have_their_names_wherever_the_mixture_goes(mixed, case, tmp
         labels=[*DOMAINS],
     ))  # fmt: skip
     assert expert_names(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) == [*DOMAINS]
+
+
+def test_a_prompt_picks_by_its_own_tokens(mixed, tokenizer):
+    """Neither the answer nor the padding counts."""
+    model = AutoPeftModelForCausalLM.from_pretrained(mixed[1]).eval()
+    prompts = [row["text"] for row in rows(24)]
+    picked = []
+    for answer, size in (("w9", 24), ("w90 w91 w92 w93 w94 w95", 5)):
+        data = Dataset.from_list([{"prompt": prompt, "completion": f" {answer}"} for prompt in prompts])
+        tokens, collator = tokenized(data, tokenizer, preparation(64))
+        picked.append(picked_experts(model, tokens, collator, size))
+    assert picked[0] == picked[1] and set(picked[0]) == {0, 1, 2}

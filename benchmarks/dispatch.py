@@ -1,5 +1,5 @@
 """
-Which way of computing the experts wins where: the crossovers behind `moe_peft.adapter.dispatch.choose_method`.
+Which way of computing the experts wins where: the crossovers behind `moe_peft.adapter.dispatch_choice.choose_method`.
 
     python -m benchmarks.dispatch
 
@@ -19,19 +19,20 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, pin_dispatch
+from moe_peft.adapter import dispatch_choice
 
 from .adapter import DEVICE, DTYPE
 from .timing import interleave
 
-METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "auto")
+METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted", "auto")
 R = 8
 
 
-def build(hidden: int, experts: int, r: int, k: int, mixing: str) -> torch.nn.Module:
+def build(hidden: int, experts: int, r: int, k: int, mixing: str, intermediate: int | None = None) -> torch.nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 16 * 16,
+        intermediate_size=intermediate or hidden * 8 // 3 // 16 * 16,
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -53,6 +54,16 @@ def seconds(layer: torch.nn.Module, x: torch.Tensor, method: str, train: bool) -
         return time.perf_counter() - start
 
 
+def measure(layer: torch.nn.Module, hidden: int, tokens: int, train: bool, rounds: int) -> dict[str, float]:
+    """Method → its median seconds, interleaved; those alone that torch has a kernel for, and copies for few tokens."""
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE, requires_grad=train)
+    grouped = DEVICE == "cpu" or DTYPE in dispatch_choice.DEVICES[dispatch_choice.device_kind(x.device)].grouped
+    left_out = {"gather"} if tokens > 64 else set()
+    methods = [m for m in METHODS if m not in left_out and (grouped or not m.endswith("sorted"))]
+    jobs = {m: partial(seconds, layer, x, m, train) for m in methods}
+    return {m: statistics.median(t) for m, t in interleave(jobs, rounds).items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
@@ -66,11 +77,7 @@ def main() -> None:
             layer = build(args.hidden, experts, R, 2, mixing)
             for train in (False, True):
                 for tokens in args.tokens:
-                    x = torch.randn(tokens, args.hidden, device=DEVICE, dtype=DTYPE, requires_grad=train)
-                    left_out = {"gather"} if tokens > 64 else set()
-                    methods = [m for m in METHODS if m not in left_out]
-                    jobs = {m: partial(seconds, layer, x, m, train) for m in methods}
-                    medians = {m: statistics.median(t) for m, t in interleave(jobs, args.rounds).items()}
+                    medians = measure(layer, args.hidden, tokens, train, args.rounds)
                     best = min(medians.values())
                     cells = [f"{medians[m] / best:.2f}" if m in medians else "–" for m in METHODS]
                     mode = "training" if train else "inference"

@@ -65,7 +65,7 @@ def mixlora(case: Case) -> torch.nn.Module:
                 weights[f"{lora}.lora_A.weight"] = torch.randn(case.r, width) * width**-0.5
                 weights[f"{lora}.lora_B.weight"] = torch.randn(out, case.r) * 0.02
     inject_adapter_in_model(model, config, weights)
-    for block in model.model.layers:  # they are no submodules of the model, which cannot switch their dropout off
+    for block in model.model.layers:  # they are not submodules of the model, which cannot switch their dropout off
         for linear in block.mlp.mixlora_moes["default"].experts_.values():
             linear.dropout_.p = 0.0
     return model

@@ -1,5 +1,5 @@
 from .adapter.config import MoELoraConfig
-from .adapter.dispatch import pin_dispatch
+from .adapter.dispatch_choice import pin_dispatch
 from .adapter.ffn_layout import FFNLayout, register_ffn_layout
 from .adapter.lora_conversion import expert_to_lora, lora_to_moe
 from .adapter.model import MoELoraModel

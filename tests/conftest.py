@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are no folders are not looked for
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are not folders are not looked for
 
 import pytest
 import transformers

@@ -86,7 +86,7 @@ DENSE = {
     "router-upcycling": 151936 * 1024 + 24 * (4 * 1024**2 + 3 * 1024 + 3 * 1024 * 2816 + 2 * 1024) + 1024,
     "three-phase": 2 * 32768 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096,
 }
-# The same models with n FFNs in place of one, and n gates.
+# The same models with n FFNs instead of one, and n gates.
 CONFIGS["sheared-llama-2.7b-paper-ffn"] = (
     SHEARED,
     DENSE["sheared-llama-2.7b-paper-ffn"] + 32 * (3 * 3 * 2560 * 6912 + 4 * 2560),
@@ -293,7 +293,7 @@ def test_upcycling_recipes_run(path, tmp_path, tokenizer):
     step = torch.arange(20, dtype=torch.float64)
     if path.stem == "drop-upcycling":
         expected = 2e-5 + (2e-4 - 2e-5) * (1 + (step / 20 * torch.pi).cos()) / 2
-    elif path.stem == "router-upcycling":  # 1 % of 20 steps is no warm-up
+    elif path.stem == "router-upcycling":  # 1 % of 20 steps is not a warm-up
         expected = 5e-4 * 0.316 ** ((step >= 16).double() + (step >= 18).double())
     else:
         expected = 2e-5 * torch.where((step < 1) | (step >= 15), 0.1, 1.0).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -172,13 +173,47 @@ def test_the_smaller_studies_report_what_their_ledgers_have(tmp_path, monkeypatc
     assert {path.name for path in tmp_path.glob("*.svg")} == {"label_routing.svg", "upcycling.svg"}
 
 
-def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():
-    from benchmarks.gpu import SMALL, table
+def test_the_gpu_benchmark_goes_on_where_it_stopped_and_suggests_constants(tmp_path, monkeypatch):
+    from benchmarks import gpu
 
-    lines = list(table([SMALL], rounds=2, compiled=False))
-    tasks = ["training step", "prefill", "decode", *(["peak memory"] if torch.cuda.is_available() else [])]
-    assert [line.split(" | ")[1] for line in lines[2:]] == tasks
-    assert all(line.count("|") == 6 and line.split(" | ")[2].startswith("1.00") for line in lines[2:])
+    monkeypatch.setattr(gpu, "EXPERTS", (4,))
+    monkeypatch.setattr(gpu, "BATCHES", [(1, False), (512, True)])
+    ledger = tmp_path / "gpu.jsonl"
+    assert gpu.run(gpu.SMALL, ledger, rounds=2, minutes=0) and not ledger.exists()
+    first = gpu.run(gpu.SMALL, ledger, rounds=2, minutes=60)
+    written = ledger.read_text()
+    names = [json.loads(line)["name"] for line in written.splitlines()]
+    assert names[:2] == ["output 4/2/8", "projection 4/2/8"] and len(names) == 4
+    monkeypatch.setattr(gpu, "measure", None)
+    assert gpu.run(gpu.SMALL, ledger, rounds=2, minutes=60) == first == (tmp_path / "gpu.md").read_text()
+    assert ledger.read_text() == written
+    assert "| projection 4/2/8 | 512, training (" in first and "decode | lora 1.00" in first
+    fast, slow = {"dense": 1.0, "gather": 2.0}, {"dense": 2.0, "gather": 1.0}
+    records = [
+        {"name": "projection 32/2/8", "cells": [("8192", fast), ("8", slow)]},
+        {"name": "projection 64/2/8", "cells": [("8192", {"dense": 2.0, "blocks": 1.0})]},
+        {"name": "output 8/2/8", "cells": [("4", slow), ("8", slow), ("16", fast)]},
+        {"name": "output 64/2/8", "cells": [("16", slow), ("32", fast)]},
+    ]
+    assert gpu.suggestion(records) == "Crossovers(columns=256, pair_columns=0, pairs=32, narrow_pairs=16)"
+
+
+def test_launches_counts_what_a_layer_of_the_base_and_lora_ask_for(capsys, monkeypatch):
+    """Five operations of a dense FFN; four more for each of LoRA's three linears."""
+    from benchmarks import launches
+
+    base, lora, *ours = (
+        launches.trace(launches.layer(method, 64, 160, torch.bfloat16), 64, 8, False) for method in launches.METHODS
+    )
+    assert [operation.name for operation in base.operations] == ["mm", "silu", "mm", "mul", "mm"]
+    assert len(lora.operations) == 17 and sum(operation.flops > 0 for operation in lora.operations) == 9
+    assert (
+        base.operations[0].bytes == 2 * (8 * 64 + 64 * 160 + 8 * 160) and base.operations[0].flops == 2 * 8 * 64 * 160
+    )
+    assert all(len(seen.operations) > 17 and not seen.waits for seen in ours)
+    monkeypatch.setattr("sys.argv", ["launches", "--hidden", "64", "--intermediate", "160"])
+    launches.main()
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(launches.TASKS)
 
 
 @pytest.mark.parametrize("method", ["base", "lora", "projection"])

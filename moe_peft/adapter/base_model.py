@@ -1,4 +1,4 @@
-"""What a base model is made of: its FFNs, parts of it that are no language model, and routed experts of its own."""
+"""What a base model is made of: its FFNs, parts of it that are not a language model, and routed experts of its own."""
 
 from __future__ import annotations
 

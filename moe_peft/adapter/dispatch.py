@@ -14,16 +14,6 @@ and the operations that experts call: `shrink_tokens`, `expand_collect` and `upd
 between. Where all experts share a first matrix, [1, r, m], its products are plain ones. No method loops over experts
 or tokens or waits for the device, and all shapes are static.
 
-`choose_method` decides once for each layer and batch:
-
-    method         products of tokens              products of pairs (hidden part of mixing "output")
-    dense          all experts' columns, masked    all experts' columns, masked
-    dense-blocks   all experts' columns, masked    blocks of one expert each
-    dense-sorted   all experts' columns, masked    torch's grouped products
-    blocks         blocks of one expert each       blocks of one expert each
-    sorted         torch's grouped products        torch's grouped products
-    gather         a copy of each token's experts  a copy of each pair's matrices
-
 `Dense` and `Gather` keep pairs in the order of (token, slot); `Blocks` and `Sorted` sort them by their expert. These
 may consist of several `parts` with some of the slots each, which are computed one after another: temporary memory is
 then that of one part, whatever k is.
@@ -35,10 +25,8 @@ C = n·r columns of all experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +63,7 @@ class Dispatch:
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
         self._scaled_gates: torch.Tensor | None = None
-        self._gate_columns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gate_columns: dict[int, torch.Tensor] = {}
         self._pair_rows: torch.Tensor | None = None
         self._pair_experts: torch.Tensor | None = None
 
@@ -93,6 +81,10 @@ class Dispatch:
         if self._scaled_gates is None:
             self._scaled_gates = self.pair_gates() * self.scaling
         return self._scaled_gates
+
+    def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Experts' matrices [n, r, m] as products in this dtype take them."""
+        return A.to(dtype)
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         """One value per pair, [P] → [T, k] (the transpose of `pair_gates`)."""
@@ -114,16 +106,15 @@ class Dispatch:
             self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
         return self._pair_rows
 
-    def gate_columns(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_columns(self, r: int) -> torch.Tensor:
         """
-        For each column of all experts' matrices, `s·g` of its expert, zero if a token did not choose it, and whether
-        that is zero: [T, n·r] both; computed once for all projections.
+        For each column of all experts' matrices, `s·g` of its expert, zero if a token did not choose it, [T, n·r];
+        computed once for all projections.
         """
         if r not in self._gate_columns:
             gates_TK = self.gates * self.scaling
             empty_TN = gates_TK.new_zeros(self.tokens, self.n)
-            gates_TC = empty_TN.scatter(1, self.experts, gates_TK).repeat_interleave(r, dim=1)
-            self._gate_columns[r] = gates_TC, gates_TC == 0
+            self._gate_columns[r] = empty_TN.scatter(1, self.experts, gates_TK).repeat_interleave(r, dim=1)
         return self._gate_columns[r]
 
     # --- on pairs -----------------------------------------------------------------------------------------------------
@@ -178,7 +169,7 @@ class Dispatch:
         self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
     ) -> torch.Tensor:
         """`base + s Σ g B h`, [T, m], from h [P, r] of each part; with `in_place`, base may be overwritten."""
-        weighted = [(h_PR * part.scaled_gates()).to(B.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
+        weighted = [(h_PR * part.scaled_gates()).to(base_TM.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
         if self.all_columns:
             # A token's experts are distinct, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
@@ -203,18 +194,19 @@ class Dispatch:
             return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
         updated = []
         for x_TM, A_NRM, B_NRM, base_TM in zip(x, A, B, base, strict=True):
-            h_TC = self.weighted_columns(x_TM, A_NRM).to(B_NRM.dtype)
+            h_TC = self.weighted_columns(x_TM, A_NRM).to(base_TM.dtype)
             updated.append(_plus_product(base_TM, h_TC, B_NRM.flatten(0, 1), in_place))
         return updated
 
     def weighted_columns(self, x_TM: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
         """`s g_i A_i x` for all experts, [T, n·r]; zero for those that a token did not choose."""
-        gates_TC, unchosen_TC = self.gate_columns(A_NRM.shape[1])
+        gates_TC = self.gate_columns(A_NRM.shape[1])
         h_TC = F.linear(x_TM, A_NRM.flatten(0, 1))
         if A_NRM.shape[0] == 1:  # shared by all experts
             h_TC = h_TC.repeat(1, self.n)
-        # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
-        return h_TC.masked_fill(unchosen_TC, 0) * gates_TC
+        if h_TC.dtype == torch.float16:  # 0 times infinity is NaN, and an expert that was not chosen may overflow
+            h_TC = h_TC.masked_fill(gates_TC == 0, 0)
+        return h_TC * gates_TC
 
 
 def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -252,12 +244,15 @@ class Dense(Dispatch):
 class Gather(Dispatch):
     """Copies the matrices of each token's experts, which are a LoRA of rank k·r of its own: for few tokens."""
 
+    def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return A if len(A) > 1 else super().cast(A, dtype)  # `_of_pairs` casts those of the chosen experts alone
+
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if A and A[0].shape[0] == 1:
             return super().shrink_tokens(x, A)
         # A row times a matrix: the product of a matrix with one column takes several times as long on a CPU.
         low = [
-            torch.bmm(x_TM.unsqueeze(1), self._of_tokens(A_NRM).transpose(1, 2)).view(-1, A_NRM.shape[1])
+            torch.bmm(x_TM.unsqueeze(1), self._of_tokens(A_NRM, x_TM.dtype).transpose(1, 2)).view(-1, A_NRM.shape[1])
             for x_TM, A_NRM in zip(x, A, strict=True)
         ]
         return [[low_PR] for low_PR in low]
@@ -265,21 +260,25 @@ class Gather(Dispatch):
     def expand_collect(
         self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
     ) -> torch.Tensor:
-        h_T1C = (h[0] * self.scaled_gates()).to(B.dtype).view(self.tokens, 1, -1)
+        h_T1C = (h[0] * self.scaled_gates()).to(base_TM.dtype).view(self.tokens, 1, -1)
         if not in_place:
-            return torch.baddbmm(base_TM.unsqueeze(1), h_T1C, self._of_tokens(B)).squeeze(1)
-        base_TM.unsqueeze(1).baddbmm_(h_T1C, self._of_tokens(B))
+            return torch.baddbmm(base_TM.unsqueeze(1), h_T1C, self._of_tokens(B, base_TM.dtype)).squeeze(1)
+        base_TM.unsqueeze(1).baddbmm_(h_T1C, self._of_tokens(B, base_TM.dtype))
         return base_TM
 
-    def _of_tokens(self, A: torch.Tensor) -> torch.Tensor:
+    def _of_tokens(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows of each token's experts, [T, k·r, m]."""
-        return A.index_select(0, self.pair_experts()).view(self.tokens, -1, A.shape[2])
+        return self._of_pairs(A, dtype).view(self.tokens, -1, A.shape[2])
+
+    def _of_pairs(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The matrices of each pair's expert, [P, r, m]."""
+        return A.index_select(0, self.pair_experts()).to(dtype)
 
     def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(y_PM.unsqueeze(1), A.index_select(0, self.pair_experts()).transpose(1, 2)).squeeze(1)
+        return torch.bmm(y_PM.unsqueeze(1), self._of_pairs(A, y_PM.dtype).transpose(1, 2)).squeeze(1)
 
     def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
-        B_PRM, h_P1R = B.index_select(0, self.pair_experts()), h_PR.unsqueeze(1)
+        B_PRM, h_P1R = self._of_pairs(B, h_PR.dtype), h_PR.unsqueeze(1)
         if onto_PM is None:
             return torch.bmm(h_P1R, B_PRM).squeeze(1)
         onto_PM.unsqueeze(1).baddbmm_(h_P1R, B_PRM)
@@ -376,6 +375,10 @@ class _Part(Dispatch):
 
     _rows: torch.Tensor
     _tokens: torch.Tensor
+
+    def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Experts' matrices [n, r, m] as products in this dtype take them."""
+        return A.to(dtype)
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         return values_P.index_select(0, self._rows.flatten()).view_as(self._rows)
@@ -514,7 +517,7 @@ def _block_size(pairs: int, num_experts: int) -> int:
 
 
 class Sorted(_Part):
-    """Sorts pairs by their expert for grouped products: no padding, but not for all sizes (`_has_grouped_mm`)."""
+    """Sorts pairs by their expert for grouped products: no padding, but only where torch has a kernel."""
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
@@ -524,6 +527,7 @@ class Sorted(_Part):
         self._tokens = self._order // self.k
         experts = torch.arange(num_experts, device=experts_TJ.device)
         self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
+        self._idle: torch.Tensor | None = None
 
     def pair_gates(self) -> torch.Tensor:
         return self.gates.flatten().index_select(0, self._order).unsqueeze(1)
@@ -539,7 +543,10 @@ class Sorted(_Part):
         return y_PM if onto_PM is None else onto_PM.add_(y_PM)
 
     def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(h_PR.T, y_PM, offs=self._ends)
+        if self._idle is None:
+            self._idle = (self._ends.diff(prepend=self._ends.new_zeros(1)) == 0).view(-1, 1, 1)
+        # The kernel of some GPUs leaves the sum of a group without rows undefined (pytorch/pytorch#172439).
+        return F.grouped_mm(h_PR.T, y_PM, offs=self._ends).masked_fill(self._idle, 0)
 
 
 class InParts(Dispatch):
@@ -561,128 +568,3 @@ class InParts(Dispatch):
     @property
     def parts(self) -> Sequence[Dispatch]:
         return self._parts
-
-
-# --- which method ----------------------------------------------------------------------------------------------------
-
-# With at most this many columns n·r, one product of the tokens with all experts is cheaper than products pair by pair.
-DENSE_COLUMNS = 128
-# With at most this many pairs (decoding), sorting costs more than it saves.
-FEW_PAIRS = 32
-# With at most this many pairs, copying their experts' matrices is cheaper than even narrow products with all experts.
-VERY_FEW_PAIRS = 4
-
-Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
-# A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
-_METHODS: dict[str, Callable[..., Dispatch]] = {
-    "dense": partial(Dense, all_columns=True),
-    "blocks": partial(InParts, Blocks),
-    "sorted": partial(InParts, Sorted),
-    "gather": Gather,
-    "dense-blocks": partial(InParts, Blocks, all_columns=True),
-    "dense-sorted": partial(InParts, Sorted, all_columns=True),
-}
-_pinned: Method = "auto"
-
-
-@contextmanager
-def pin_dispatch(method: Method) -> Iterator[None]:
-    """
-    A context manager: inside the block, the experts are computed by one fixed method, whatever the number of tokens.
-
-    All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to compare methods.
-
-    Args:
-        method: `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks,
-            batched products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of
-            the expert's matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's
-            input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
-            which holds outside the block: chosen by measured crossover points.
-
-    Example:
-
-    ```python
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig, pin_dispatch
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
-    >>> with pin_dispatch("blocks"):
-    ...     outputs = model(**base.dummy_inputs)
-    ```
-    """
-    global _pinned
-    if method not in ("auto", *_METHODS):
-        raise ValueError(f"pin_dispatch: method={method!r}: use one of {['auto', *_METHODS]}")
-    before, _pinned = _pinned, method
-    try:
-        yield
-    finally:
-        _pinned = before
-
-
-def choose_method(
-    tokens: int,
-    k: int,
-    num_experts: int,
-    r: int,
-    unit: int,
-    dtype: torch.dtype,
-    mixes_outputs: bool,
-    device: torch.device,
-) -> Method:
-    """
-    The fastest method for a batch, by the crossover points that `benchmarks/dispatch.py` measures. All decisions are
-    made here.
-
-    Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
-    (`update`), so from two tokens on, products with all experts are as fast, as long as they are narrow. Mixing
-    "output" takes blocks for many pairs. Where an expert gets so few tokens that blocks would be mostly padding, the
-    grouped products of a GPU are fastest (on a CPU they loop over the experts, and meta tensors have them in bfloat16
-    alone).
-
-    Args:
-        unit: a common divisor of the rank and all widths.
-    """
-    if _pinned != "auto":
-        if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
-            raise ValueError(
-                f"pin_dispatch({_pinned!r}): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
-            )
-        return _pinned
-    narrow = num_experts * r <= DENSE_COLUMNS
-    if narrow and not mixes_outputs:
-        return "gather" if tokens == 1 and k <= VERY_FEW_PAIRS else "dense"
-    if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
-        return "gather"
-    if tokens * k <= FEW_PAIRS:
-        return "dense"
-    if tokens < 32 * num_experts and device.type not in ("cpu", "meta") and _has_grouped_mm(unit, dtype):
-        return "dense-sorted" if narrow else "sorted"
-    return "dense-blocks" if narrow else "blocks"
-
-
-def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
-    """
-    Whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64; under
-    torch.compile, its shape function requires bfloat16.
-    """
-    supported = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
-    return supported and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
-
-
-def make_dispatch(
-    experts_TK: torch.Tensor,
-    gates_TK: torch.Tensor,
-    num_experts: int,
-    r: int,
-    unit: int,
-    scaling: float,
-    mixes_outputs: bool,
-) -> Dispatch:
-    """The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens."""
-    tokens, k = experts_TK.shape
-    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
-    if not tokens:  # what batched and grouped products do without rows depends on the device
-        method = "dense"
-    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

@@ -20,7 +20,8 @@ from ..routing.gates import Steering
 from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from ..utils.messages import InputError
-from .dispatch import Dispatch, make_dispatch
+from .dispatch import Dispatch
+from .dispatch_choice import make_dispatch
 from .experts import Experts
 from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
@@ -190,7 +191,7 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
-    `y_TM` in another's shape, for a layer's output. It is no view to autograd: FSDP2 has hooks on what a module
+    `y_TM` in another's shape, for a layer's output. To autograd it is not a view: FSDP2 has hooks on what a module
     returns, and torch drops those of a view that is changed in place.
     """
     return _unsafe_view(y_TM, like.shape)

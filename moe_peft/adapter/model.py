@@ -259,8 +259,10 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
             f"MoELoraConfig: tp_size={model.tp_size}: experts need complete projections, not those of tensor "
             "parallelism; load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
         )
+    is_dispatched = hasattr(model, "hf_device_map")  # whose hooks PEFT takes away before it loads an adapter
     for name, module in targets.items():
-        if any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules()):
+        hooked = any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules())
+        if hooked or (is_dispatched and any(p.is_meta for p in module.parameters())):
             raise InputError(
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
                 "device_map of GPUs alone, quantize it, or shard it by FSDP2 or DeepSpeed"

@@ -133,7 +133,7 @@ def _panels_of_layers(values_LRN: torch.Tensor, load_LN: torch.Tensor) -> tuple[
 
 
 def _most_uneven(load_LN: torch.Tensor) -> list[int]:
-    """Layers by the spread of their loads, relative to even ones; NaN is no expert."""
+    """Layers by the spread of their loads, relative to even ones; NaN where there is no expert."""
     return _worst((load_LN - 1).square().nanmean(1))
 
 

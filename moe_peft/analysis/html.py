@@ -242,7 +242,7 @@ def load_section(health: LoadHealth, wanted: bool = False) -> Section:
     if health.warning and not wanted:
         return Section("Is the load healthy?", text, health.warning, bad=health.status == "collapsed")
     verdicts = {
-        "even": f"Yes, it is no more uneven than that of untrained gates: {health}.",
+        "even": f"Yes, it is as even as that of untrained gates: {health}.",
         "unknown": f"There are too few tokens to tell: {health}. By chance alone, CV would be {health.by_chance:.2f}.",
     }
     return Section("Is the load healthy?", [*text, verdicts.get(health.status, f"It is as the labels ask: {health}.")])

@@ -17,7 +17,7 @@ from ..utils.lazy_imports import when_imported
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_plugins
 from .commands import COMMANDS as COMMANDS
-from .commands import Command
+from .commands import Command as Command
 from .errors import ends_in_one_line
 from .help import ASKED, prepare_help
 
@@ -31,14 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.command != "exec":  # shells leave that of --output=~/folder
         rest = [re.sub(r"^(--[\w-]+=)?~(?=/)", lambda flag: (flag[1] or "") + os.path.expanduser("~"), a) for a in rest]
-    rank = os.environ.get("RANK", "")
-    command = Command(*COMMANDS.get(options.command, ("", "")))
-    if command.once and rank.isdigit() and int(rank):
-        return
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # results have signs that not every terminal has
     quiet = options.quiet
-    with ends_in_one_line(command):
+    with ends_in_one_line(options.command):
         try:
             if options.command != "exec":  # whose options and environment are another program's
                 os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
@@ -57,7 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise InputError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
             if options.command not in COMMANDS:
                 raise InputError(choice_error("command", options.command, COMMANDS))
-            module = import_module(COMMANDS[options.command][0], __name__)
+            command = COMMANDS[options.command]
+            if not isinstance(command, Command):
+                raise InputError(f"COMMANDS[{options.command!r}]={command!r}: must be a moe_peft.cli.Command")
+            if command.once and int(os.environ.get("RANK", "0")) > 0:
+                return
+            module = import_module(command.module, __name__)
         except ImportError as error:
             raise InputError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
         if quiet:
@@ -140,7 +141,7 @@ def _hide_progress() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:9} {text}" for name, (_, text, *_) in COMMANDS.items())
+    listed = "\n".join(f"  {name:9} {command.about}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="moe-peft",
         description="Mixture-of-Experts from dense language models.",

@@ -22,10 +22,11 @@ from transformers import TrainingArguments
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
+from ..native.base import Base
 from ..native.folders import MoELoraFolder, open_folder
 from ..training.resuming import names_checkpoint
 from ..training.router_config import RouterLossConfig, Stage
-from ..utils.loading import Base, adapter_base, check_tokenizer, read_tokenizer
+from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
 from ..utils.validation import check_range, prefixed, read_settings, read_yaml, validate
 from .help import GroupedParser
@@ -112,11 +113,16 @@ class Options:
         """The model to train, or to train an adapter for."""
         name, revision = self.model.model_name_or_path, self.model.model_revision
         if name is None:
-            source, config = f"adapter={self.run.adapter!r}", self.trained_adapter
-            name, revision = adapter_base(config, source, remedy="name it with model_name_or_path")
+            self._adapter.remedy = "name it with model_name_or_path"
+            name, revision = self._adapter.base.path, self._adapter.base.revision
         with refused_settings():
             quantization = get_quantization_config(self.model)
         return Base(name, revision, self.model.dtype or "auto", self.model.attn_implementation, quantization)
+
+    @cached_property
+    def _adapter(self) -> MoELoraFolder:
+        """The adapter that is trained further."""
+        return open_folder(str(self.run.adapter), "adapter", MoELoraFolder)
 
     @cached_property
     def trained_adapter(self) -> MoELoraConfig | None:
@@ -129,7 +135,7 @@ class Options:
         for name, default in vars(AdapterOptions()).items():
             if (value := self.adapter[name]) != default:
                 raise InputError(f"{name}={value!r}: is for a new adapter, and adapter names one; leave it out")
-        config = open_folder(self.run.adapter, "adapter", MoELoraFolder).config
+        config = self._adapter.config
         config.inference_mode = False
         if self.training.router_aux_loss_coef is not None:
             config.router_aux_loss_coef = self.training.router_aux_loss_coef
@@ -138,12 +144,10 @@ class Options:
     @property
     def tokenizer(self) -> Any:
         """That of the adapter that is trained further, or of the base."""
-        folder = self.run.adapter
-        if folder is None or not Path(folder, "tokenizer_config.json").is_file():
+        if self.run.adapter is None or not self._adapter.has_tokenizer:
             return self.base.tokenizer
-        tokenizer = read_tokenizer(folder, f"adapter={folder!r}")
-        check_tokenizer(tokenizer, self.base.config, f"adapter={folder!r}")
-        return tokenizer
+        check_tokenizer(self._adapter.tokenizer, self.base.config, self._adapter)
+        return self._adapter.tokenizer
 
     def adapter_config(self) -> MoELoraConfig:
         if self.trained_adapter is not None:

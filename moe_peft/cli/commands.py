@@ -29,8 +29,8 @@ _LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one 
 _SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
 _BATCHES = "lower --batch-size or --max-length"
 
-# A user's module adds one by a line: name → a `Command`, or a tuple of its first fields.
-COMMANDS: dict[str, tuple] = {
+# A user's module adds one by a line: name → a `Command`.
+COMMANDS: dict[str, Command] = {
     "sft": Command(".sft", "fine-tune a MoE-LoRA adapter or a native MoE", resumes=_LAST, needs_less=_SMALLER),
     "dpo": Command(".dpo", "tune one by preferences", resumes=_LAST, needs_less=_SMALLER),
     "upit": Command(

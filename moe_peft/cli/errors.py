@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..utils.messages import InputError, out_of_memory
-from .commands import Command
+from .commands import COMMANDS, Command
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,14 +34,15 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def ends_in_one_line(command: Command) -> Iterator[None]:
+def ends_in_one_line(name: str | None) -> Iterator[None]:
     """
+    Inside the block, a command runs, which the block itself may have added to `COMMANDS`.
+
     An `InputError` ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
     SIGINT with 130, SIGTERM with 143, and a pipe that nobody reads any more with 141, silently. Anything else is a bug:
     it keeps its traceback, and a line says where to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors
     keep theirs.
     """
-    remedy = command.resumes or "nothing half-written is left"
     shows_all = os.environ.get("MOE_PEFT_TRACEBACK") == "1"
     try:
         with _terminable():
@@ -52,15 +53,17 @@ def ends_in_one_line(command: Command) -> Iterator[None]:
             raise
         _end(f"error: {error}", INVALID)
     except KeyboardInterrupt:
-        _end(f"stopped: {remedy}", 128 + signal.SIGINT)
+        _end(f"stopped: {_remedy(_command(name))}", 128 + signal.SIGINT)
     except _Terminated:
-        _end(f"terminated: {remedy}", 128 + signal.SIGTERM)
+        _end(f"terminated: {_remedy(_command(name))}", 128 + signal.SIGTERM)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python, which flushes as it ends
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if shows_all:
             raise
+        command = _command(name)
+        remedy = _remedy(command)
         if any(map(_is_full_disk, _chain(error))):
             then = f"make room, then {remedy}" if command.resumes else f"make room and start again; {remedy}"
             _end(f"error: the disk is full; {then}", 1)
@@ -72,6 +75,14 @@ def ends_in_one_line(command: Command) -> Iterator[None]:
         traceback.print_exc()
         print(_BUG, file=sys.stderr)
         sys.exit(1)
+
+
+def _command(name: str | None) -> Command:
+    return COMMANDS.get(name or "", Command("", ""))
+
+
+def _remedy(command: Command) -> str:
+    return command.resumes or "nothing half-written is left"
 
 
 def _end(line: str, code: int) -> NoReturn:

@@ -30,9 +30,9 @@ from ..utils.loading import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CONFIG,
+    adapter_weights,
     changed_embeddings,
     chat_template,
-    read_adapter_weights,
     without_zero3,
 )
 from ..utils.messages import InputError, one_line, refused_settings
@@ -188,7 +188,7 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     """The model to train, without weights, and the config of its adapter; None if the model itself is trained."""
     model = options.base.empty()
     if options.run.adapter is not None:
-        read_adapter_weights(options.run.adapter, f"adapter={options.run.adapter!r}")
+        adapter_weights(options.run.adapter, f"adapter={options.run.adapter!r}")
     if (
         options.run.adapter is not None
         or options.run.use_peft

@@ -140,8 +140,8 @@ def _load_tasks(settings: TaskSettings) -> Any:
     """
     The tasks and groups that were asked for.
 
-    Where a folder of the user's has them all, the harness's own thousands of tasks are not looked through. A pattern
-    may mean any of these, and a group of the user's may name some, which shows when it is loaded.
+    Where the user's folder has them all, the harness's own thousands of tasks are not looked through. A pattern
+    may mean any of these, and one of the user's groups may name some, which shows when it is loaded.
     """
     try:
         from lm_eval.tasks import TaskManager

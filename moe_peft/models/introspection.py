@@ -144,7 +144,7 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
             rows = collection.rows
             mask = torch.ones(rows, len(logits[0]) // rows, dtype=torch.long, device=logits[0].device)
         k = int(getattr(text_config(model), "num_experts_per_tok", 1))
-        chosen, gates = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
+        chosen, gates = _chosen(logits, choices, k)
         observe(RoutedPass(tuple(logits), chosen, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
     gates = {layer.module: layer.logits_index for layer in native_layers(model)}
@@ -152,9 +152,23 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
         yield
 
 
-def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A router's choice as a mask, bool [T, n], the top k if it was not seen; and its gates [T, k], if they were."""
-    experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
-    if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
-        gates_TK = None
-    return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]), gates_TK
+def _chosen(
+    logits: Sequence[torch.Tensor], choices: Sequence[Choice | None], k: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """Routers' choices as masks, bool [T, n], the top k if they were not seen; and their gates [T, k], if they were."""
+    full = [choice for choice in choices if choice is not None and choice[1] is not None]
+    if (
+        len(full) == len(choices)
+        and len({(x.shape, x.device) for choice in full for x in choice if x is not None}) == 1
+    ):
+        # The usual case, in a few operations for all layers.
+        experts_LTK, gates_LTK = (torch.stack(of_layers) for of_layers in zip(*full, strict=True))
+        return chosen_experts(experts_LTK, gates_LTK, logits[0].shape[-1]).unbind(), gates_LTK.unbind()
+    chosen, gates = [], []
+    for logits_TN, choice in zip(logits, choices, strict=True):
+        experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
+        if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
+            gates_TK = None
+        chosen.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
+        gates.append(gates_TK)
+    return tuple(chosen), tuple(gates)

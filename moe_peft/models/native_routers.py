@@ -20,7 +20,7 @@ from .routed_gate import gate_rule
 
 def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: int | None = None, seed: int = 0) -> None:
     """
-    Put other routers, with random values, in the place of a native MoE's gates.
+    Replace a native MoE's gates by other routers, with random values.
 
     The model's forward pass, its `router_logits`, its losses and its trainers are used as before. The state dict has
     the routers' parameters (`….moe_router.*`) and, where a router folds, the equivalent `weight` of the stock gate (not
@@ -38,7 +38,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
         seed: the seed of the random values.
 
     Raises:
-        ValueError: the model is no native MoE, its gates are of another kind, or a setting does not fit.
+        ValueError: the model is not a native MoE, its gates are of another kind, or a setting does not fit.
 
     Example:
 

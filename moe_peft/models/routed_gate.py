@@ -1,4 +1,4 @@
-"""A router of `ROUTERS` in the place of a native MoE's gate, whose class stays one that transformers knows."""
+"""A router of `ROUTERS` that replaces a native MoE's gate; its class stays one that transformers knows."""
 
 from __future__ import annotations
 

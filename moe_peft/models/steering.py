@@ -142,8 +142,12 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
     with ExitStack() as stack:
         check = partial(_check_rows, steering)
         stack.callback(backbone(model).register_forward_pre_hook(check, with_kwargs=True).remove)
+        by_device: dict[torch.device, Steering] = {}
         for layer in routed_layers(model):
-            stack.enter_context(layer.steer(steering))
+            device = next(layer.module.parameters()).device
+            if device not in by_device:  # "meta": offloaded
+                by_device[device] = steering if device.type == "meta" else steering.to(device)
+            stack.enter_context(layer.steer(by_device[device]))
         yield
 
 

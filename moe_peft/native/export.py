@@ -179,7 +179,7 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
         raise InputError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
     content = Adapted(dense, state)
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
-    shapes = dense.shapes()
+    shapes = dense.shapes
     for key, tensor in state.items():
         if not tensor.isfinite().all():
             raise InputError(f"{key} holds NaN or infinity; save the adapter again")

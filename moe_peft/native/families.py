@@ -268,7 +268,7 @@ class MoEFamily:
 FAMILIES: dict[str, MoEFamily] = {
     family.model_type: family
     for family in (
-        # PhiMoE is no home for Phi-3: its norms have biases and its gates do not sum to 1.
+        # Phi-3 does not become a PhiMoE: its norms have biases and its gates do not sum to 1.
         MoEFamily(
             "mixtral",
             (DenseFamily("llama"), DenseFamily("mistral"), Phi3Family("phi3")),

@@ -18,17 +18,20 @@ import torch
 from accelerate import PartialState
 from huggingface_hub import hf_hub_download, snapshot_download
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..adapter.config import MoELoraConfig
 from ..models.gates import CONFIG_FIELD
 from ..routing.routers import Router
-from ..utils.io import read_json, reading
+from ..utils.io import check_weights, read_json, reading
 from ..utils.loading import (
     ADAPTER_CONFIG,
     CONFIG,
     EXPERT_COUNTS,
-    adapter_base,
+    adapter_weights,
+    check_loaded,
     check_tokenizer,
     empty_model,
     quantization_config,
@@ -36,14 +39,13 @@ from ..utils.loading import (
     read_adapter_weights,
     read_config,
     read_tokenizer,
-    refuse_adapter,
 )
 from ..utils.messages import InputError, choice_error
 from .expert_init import FFN
 from .families import FAMILIES, DenseFamily, MoEFamily, find_families
 from .model_folder import COMPANIONS, DTYPES, EMBEDDINGS, HEAD, NOT_WEIGHTS, companions
 from .moe_config import backbone_shapes, carried_settings
-from .router_files import read_routed_model
+from .router_files import load_routers
 from .safetensors_io import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -100,11 +102,20 @@ class ModelFolder(ABC):
             options["device_map"] = {"": PartialState().device}
         if quantization is not None:
             options["quantization_config"] = quantization_config(quantization, "--quantization")
-        return self._load(options).eval()
+        return self.from_pretrained(**options).eval()
 
     @abstractmethod
-    def _load(self, options: dict[str, Any]) -> Any:
-        """The model, as `from_pretrained` loads it with these arguments."""
+    def from_pretrained(self, **options: Any) -> Any:
+        """The model, as `from_pretrained` loads it with these arguments, but with checks of its files and weights."""
+
+    @property
+    @abstractmethod
+    def empty(self) -> nn.Module:
+        """The model without weights, on the meta device."""
+
+    @abstractmethod
+    def check_tensors(self) -> None:
+        """Raise if the tensors on disk are not those that its config asks for."""
 
     def companions(self) -> list[Path]:
         """The files beside its weights that go with what is made of it: see `companions` of `model_folder`."""
@@ -147,11 +158,11 @@ def open_folder(
     adapter = find_adapter(path, field, base)
     if adapter is not None:
         if wanted and not isinstance(adapter, wanted) and Path(path, CONFIG).is_file():
-            refuse_adapter(Path(path), source)
+            _refuse_adapter(path, source)
         adapter.config = read_adapter_config(path, source)
         folder = adapter
     elif base is not None:
-        raise InputError(f"base={os.fspath(base)!r}: is for an adapter, and {source} is none")
+        raise InputError(f"base={os.fspath(base)!r}: is for an adapter, and {source} is not one")
     elif Path(path).is_dir() and not Path(path, CONFIG).exists():
         raise InputError(f"{source}: no {ADAPTER_CONFIG} and no {CONFIG}; name a model's folder")
     else:
@@ -187,6 +198,15 @@ def _open_model(path: str | os.PathLike, field: str, revision: str | None = None
     folder: WholeModel = (NativeFolder if has_experts else DenseFolder)(path, field, revision)
     folder.config = config
     return folder
+
+
+def _refuse_adapter(folder: str | os.PathLike, source: object) -> None:
+    """Raise if a model's folder holds an adapter as well, which transformers would load with it."""
+    if Path(folder, ADAPTER_CONFIG).is_file():
+        raise InputError(
+            f"{source}: {os.fspath(folder)} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's "
+            "files to a folder of their own"
+        )
 
 
 def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
@@ -230,8 +250,20 @@ class AdapterFolder(ModelFolder):
     @cached_property
     def base(self) -> WholeModel:
         """The model that it was trained on, which must be there."""
-        name, revision = adapter_base(self.config, self, self.other_base, self.remedy)
-        return _open_model(name, "base" if self.other_base else f"{self}: base_model_name_or_path", revision)
+        if self.other_base is not None:
+            return _open_model(self.other_base, "base")
+        name, revision = self.config.base_model_name_or_path, self.config.revision
+        field = f"{self}: base_model_name_or_path"
+        if not name:
+            raise InputError(f"{field}={name!r}: the adapter names no base; {self.remedy}")
+        try:
+            return _open_model(name, field, revision)
+        except InputError as error:
+            if Path(name).exists() or "gated" in str(error):
+                raise
+            raise InputError(
+                f"{field}={name!r}: no folder seen from {Path.cwd()}, and no model of a reachable hub; {self.remedy}"
+            ) from error
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -252,13 +284,35 @@ class AdapterFolder(ModelFolder):
         check_tokenizer(tokenizer, None, self)
         return tokenizer
 
-    def _load(self, options: dict[str, Any]) -> Any:
-        model = self.base._load(options)
+    def from_pretrained(self, **options: Any) -> Any:
+        model = self.base.from_pretrained(**options)
         if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(self.tokenizer))  # as PEFT, which saves such embeddings in the adapter
-        read_adapter_weights(self.path, self)  # PEFT would take a pickled file
+        adapter_weights(self.path, self)
         with reading(self):
             return PeftModel.from_pretrained(model, self.path)
+
+    @cached_property
+    def empty(self) -> PeftModel:
+        """The base with the adapter."""
+        base = self.base.empty
+        with reading(f"{self}: its config does not fit the base"), torch.device("meta"):
+            return get_peft_model(base, copy.deepcopy(self.config))
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of the tensors that its config asks for."""
+        state = get_peft_model_state_dict(self.empty, save_embedding_layers=False)
+        return {name: tensor.shape for name, tensor in state.items()}
+
+    def check_tensors(self) -> None:
+        """Also raises if a value is not finite."""
+        of_tuner = f".{self.empty.base_model.prefix}"
+        shapes = {key: w.shape for key, w in self.tensors.items() if of_tuner in key or key in self.shapes}
+        check_shapes(self, shapes, self.shapes)
+        for key, tensor in self.tensors.items():
+            if not tensor.isfinite().all():
+                raise InputError(f"{self}: {key} holds NaN or infinity; save the adapter again")
 
 
 class LoraFolder(AdapterFolder):
@@ -275,19 +329,6 @@ class MoELoraFolder(AdapterFolder):
     @cached_property
     def config(self) -> MoELoraConfig:
         return cast(MoELoraConfig, super().config)
-
-    @cached_property
-    def empty(self) -> PeftModel:
-        """The base with the adapter, without weights, on the meta device."""
-        empty = empty_model(copy.deepcopy(self.base.config), self.base)
-        with reading(f"{self}: its config does not fit the base"), torch.device("meta"):
-            return get_peft_model(empty, copy.deepcopy(self.config))
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of the tensors that its config asks for."""
-        state = get_peft_model_state_dict(self.empty, save_embedding_layers=False)
-        return {name: tensor.shape for name, tensor in state.items()}
 
     def sized_settings(self, routers: Iterable[Router]) -> dict[str, Any]:
         """
@@ -318,8 +359,9 @@ class WholeModel(ModelFolder):
 
     @cached_property
     def tokenizer(self) -> Any:
+        config = self.config  # first: a model that is not there has no tokenizer either
         tokenizer = read_tokenizer(self.path, self, self.revision)
-        check_tokenizer(tokenizer, self.config, self)
+        check_tokenizer(tokenizer, config, self)
         return tokenizer
 
     @cached_property
@@ -337,14 +379,43 @@ class WholeModel(ModelFolder):
         """A tensor by its name on disk. The head is the embeddings where the model ties them."""
         return self.tensors.tensor(self.tensors.stored_name(name, EMBEDDINGS if name == HEAD else None))
 
-    def check_tensors(self, expected: Mapping[str, torch.Size]) -> None:
-        """Raise if the tensors on disk are not these; a tied head need not be there."""
+    @property
+    def empty(self) -> PreTrainedModel:
+        return empty_model(copy.deepcopy(self.config), self)  # adapters write to a model's config
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of all tensors, the head among them even where it is tied."""
+        raise NotImplementedError
+
+    def check_tensors(self) -> None:
+        """A tied head need not be there."""
         tied = getattr(self.config, "tie_word_embeddings", False) and HEAD not in self.tensors.files
         shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
-        check_shapes(self, shapes, {name: shape for name, shape in expected.items() if not (tied and name == HEAD)})
+        check_shapes(self, shapes, {name: shape for name, shape in self.shapes.items() if not (tied and name == HEAD)})
 
-    def _load(self, options: dict[str, Any]) -> Any:
-        return read_routed_model(self.path, self, self.revision, **options)
+    def from_pretrained(self, **options: Any) -> Any:
+        """
+        Nothing is initialised because it is missing, and the routers that replaced a MoE's gates are loaded, too. A
+        quantized model is placed on this process's device, unless ZeRO-3 shards it.
+        """
+        has_routers = hasattr(self.config.get_text_config(), CONFIG_FIELD)
+        if Path(self.path).is_dir():
+            _refuse_adapter(self.path, self)
+            check_weights(Path(self.path), self)
+        if options.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
+            options.setdefault("device_map", {"": PartialState().device})
+        options |= {"revision": self.revision or "main", "use_safetensors": True}
+        with reading(self):
+            if has_routers:  # the gates that were replaced are not in its files
+                model = AutoModelForCausalLM.from_pretrained(self.path, **options)
+                load_routers(model, self.folder)
+                return model
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        check_loaded(model, info, self)
+        return model
 
 
 class DenseFolder(WholeModel):
@@ -366,14 +437,14 @@ class DenseFolder(WholeModel):
         """
         if getattr(self.config, "quantization_config", None) is not None:
             raise InputError(f"{self.path} is quantized; give the full-precision model it was made from")
-        refuse_adapter(self.folder, self)
+        _refuse_adapter(self.folder, self)
         self.family, self.moe = find_families(self.config.model_type, family)
         # Before the tensors: a setting that no MoE has is the cause of one that fits nowhere.
         carried_settings((self.family, self.moe), self.config)
         for companion in self.companions():  # which will be copied
             if companion.suffix == ".json":
                 read_json(companion)
-        self.check_tensors(self.shapes())
+        self.check_tensors()
         return self
 
     def backbone(self, name: str) -> torch.Tensor:
@@ -383,8 +454,8 @@ class DenseFolder(WholeModel):
     def ffn(self, layer: int) -> FFN:
         return self.family.ffn(layer).split(self.read)
 
+    @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of all tensors, the head among them even where it is tied."""
         return backbone_shapes(self.config) | self.family.ffn_shapes(self.config)
 
     def say_untied(self) -> None:
@@ -417,6 +488,10 @@ class NativeFolder(WholeModel):
     @property
     def num_experts(self) -> int:
         return getattr(self.config, self.family.count)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return self.family.plan(self.config, backbone_shapes(self.config))
 
     def backbone(self, name: str) -> torch.Tensor:
         return self.read(name)

@@ -267,7 +267,7 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if hasattr(tokenizer, "backend_tokenizer") else {}
     model = backend.get("model", {})
     if model.get("type") != "BPE":
-        raise InputError(f"{name}: its tokenizer is no BPE ({model.get('type')}); llama.cpp needs one")
+        raise InputError(f"{name}: its tokenizer is {model.get('type')}; llama.cpp needs BPE")
     added = {token["id"]: token for token in backend["added_tokens"]}
     vocab = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens = [vocab.get(i, f"[PAD{i}]") for i in range(config.vocab_size)]

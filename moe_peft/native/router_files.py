@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..models.gates import CONFIG_FIELD
 from ..models.introspection import text_config
@@ -16,8 +15,7 @@ from ..models.layer import native_layers
 from ..models.native_routers import replace_routers
 from ..models.routed_gate import RoutedGate
 from ..routing.routers import RouterSettings
-from ..utils.io import check_weights, open_safetensors, reading
-from ..utils.loading import read_config, read_model
+from ..utils.io import open_safetensors, reading
 from ..utils.messages import InputError
 from .safetensors_io import Checkpoint
 
@@ -67,25 +65,6 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
         missing = layer.module.load_state_dict(of_gate, strict=False).missing_keys
         if missing:
             raise InputError(f"{os.fspath(folder)!r} has no {start}{missing[0]}; is it complete?")
-
-
-def read_routed_model(name: str | os.PathLike, source: object, revision: str | None = None, **options: Any) -> Any:
-    """
-    A causal language model, with the routers that replaced its gates, if its config names some.
-
-    Args:
-        source: the field and its value, for messages.
-        revision: of a name on the hub.
-        options: arguments of `from_pretrained`.
-    """
-    if not hasattr(read_config(name, source, revision).get_text_config(), CONFIG_FIELD):
-        return read_model(name, source, revision=revision, **options)
-    if Path(name).is_dir():
-        check_weights(Path(name), source)
-    with reading(source):  # the gates that were replaced are not in its files
-        model = AutoModelForCausalLM.from_pretrained(os.fspath(name), use_safetensors=True, **options)
-        load_routers(model, name)
-    return model
 
 
 def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Tensor]:

@@ -484,7 +484,7 @@ class Upcycled:
     def _sampled(self, layer: int) -> Iterator[FFN]:
         """
         The neurons of the shared block: those of the first k_s parts of the experts' partitions. No neuron is in it
-        twice while it is no wider than the dense FFN.
+        twice while it is at most as wide as the dense FFN.
         """
         c, m = self.config, self.config.granularity
         for first in range(0, c.num_shared_experts, m):

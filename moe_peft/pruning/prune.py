@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..analysis.inputs import load_rows
-from ..models.model_size import ModelSize
+from ..models.model_size import ModelSize, model_size
 from ..native.folders import MoELoraFolder, NativeFolder, open_folder
 from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
@@ -166,9 +166,10 @@ def prune_experts(
     rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:
         folder = open_folder(model, "model", MoELoraFolder, NativeFolder, base=base)
+        experts = prunable(folder)
+        folder.check_tensors()
         folder.companions()  # which will be copied
-        before = prunable(folder)
-        choices, loss, rows = Choices([layer.num_experts for layer in before.layers]), {}, None
+        choices, loss, rows = Choices([layer.num_experts for layer in experts.layers]), {}, None
         if data is not None:
             rows = load_rows(
                 folder.tokenizer, data, label_column, split,
@@ -176,21 +177,21 @@ def prune_experts(
             )  # fmt: skip
             loss["before"] = losses_of(folder.load(dtype), rows, choices)
             free_memory()
-        layers = _write(before, partial, None if rows is None else choices.loads(), drop, rules)
+        layers = _write(experts, partial, None if rows is None else choices.loads(), drop, rules)
         written = open_folder(partial, "output_dir", type(folder))
-        after = prunable(written)
+        written.check_tensors()  # what would not load is not published
         if rows is not None:
             loss["after"] = losses_of(written.load(dtype), rows)
         pruning = Pruning(
             layers,
-            {"before": before.size, "after": after.size},
+            {"before": model_size(folder.empty), "after": model_size(written.empty)},
             loss or None,
             None if rows is None else choices.share_with([layer.dropped for layer in layers]),
             None if rows is None else choices.share_with([layer.merged for layer in layers]),
         )
         write_json(partial / REPORT, asdict(pruning))
         made = f"`moe-peft prune` of `{plain(Path(model).name)}`; `{REPORT}` says which experts are left"
-        write_model_card(partial, base=before.base or os.fspath(model), made=made)
+        write_model_card(partial, base=experts.base or os.fspath(model), made=made)
     return pruning
 
 

@@ -18,15 +18,13 @@ from safetensors.torch import save_file
 from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
 from ..models.introspection import NAMES_FIELD
-from ..models.model_size import ModelSize, model_size
-from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, check_shapes, expect
+from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, expect
 from ..native.model_folder import copy_companions
-from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import ShardedWriter
 from ..routing.routers import make_router
 from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
 from ..utils.io import read_json
-from ..utils.loading import ADAPTER_WEIGHTS, CONFIG, empty_model
+from ..utils.loading import ADAPTER_WEIGHTS, CONFIG
 from ..utils.messages import InputError, one_line
 from .expert_groups import Groups
 
@@ -48,7 +46,6 @@ class Prunable(ABC):
 
     same_size = False  # whether all layers must keep as many experts
     layers: list[RoutedLayer]  # in the order of the routers in a forward pass
-    size: ModelSize
     base: str | None  # of an adapter, for the model card
 
     @abstractmethod
@@ -67,7 +64,7 @@ class Prunable(ABC):
 
 
 def prunable(folder: ModelFolder) -> Prunable:
-    """The experts of a folder, which must have the tensors that its config says, and routers that can lose experts."""
+    """The experts of a folder, which must have routers that can lose some."""
     if isinstance(folder, MoELoraFolder):
         return PrunableAdapter(folder)
     return PrunableMoE(expect(folder, NativeFolder))
@@ -80,7 +77,6 @@ class PrunableAdapter(Prunable):
         self.folder, self.config, self.base = folder, copy.deepcopy(folder.config), folder.base.path
         self.config.base_model_name_or_path, self.config.revision = folder.base.path, folder.base.revision
         self.text_config = folder.base.config.get_text_config()
-        self.size = model_size(folder.empty)
         adapted = {
             name.replace(".base_layer", ""): layer
             for name, layer in folder.empty.get_base_model().named_modules()
@@ -102,12 +98,7 @@ class PrunableAdapter(Prunable):
                 f"router_type={self.config.router_type!r}: such a router has no parameters of single experts "
                 "that could go (expert_rows of its class)"
             )
-        self.state, expected = folder.tensors, folder.shapes
-        shapes = {key: w.shape for key, w in self.state.items() if ".moe_lora_" in key or key in expected}
-        check_shapes(folder, shapes, expected)
-        for key, tensor in self.state.items():
-            if not tensor.isfinite().all():
-                raise InputError(f"{folder}: {key} holds NaN or infinity; save the adapter again")
+        self.state = folder.tensors
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
@@ -188,10 +179,8 @@ class PrunableMoE(Prunable):
         n, k = folder.num_experts, folder.config.num_experts_per_tok
         if n < 1:
             raise InputError(f"{folder}: {self.family.count}: the config says there are no experts")
-        self.size = model_size(empty_model(self.config, folder))
         self.indices = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
-        folder.check_tensors(self.family.plan(self.config, backbone_shapes(self.config)))
         if not self.layers:
             raise InputError(f"{folder}: no layer has experts; there is nothing to prune")
 

@@ -131,7 +131,7 @@ def _readings(entries: Any, n: int, source: str) -> dict[str, list[int]]:
 
 
 def _as_indices(entries: list[int], n: int) -> list[int] | str:
-    """The experts that a list of indices names, or why it is none."""
+    """The experts that a list of indices names, or what is wrong with it."""
     if not entries or not all(0 <= entry < n for entry in entries):
         return f"name experts from 0 to {n - 1}, or give a mask of {n} entries"
     if len(set(entries)) < len(entries):
@@ -140,7 +140,7 @@ def _as_indices(entries: list[int], n: int) -> list[int] | str:
 
 
 def _as_mask(entries: list[int], n: int) -> list[int] | str:
-    """The experts that a mask allows, or why it is none."""
+    """The experts that a mask allows, or what is wrong with it."""
     if len(entries) != n or not set(entries) <= {0, 1}:
         return f"a mask has {n} entries, one for each expert, and allows at least one"
     if not any(entries):

@@ -6,7 +6,7 @@ Legend: T tokens, n experts, k active experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,7 @@ def _top_probabilities(logits_TN: torch.Tensor, k: int) -> tuple[torch.Tensor, t
 
 def _biased_choice(logits_TN: torch.Tensor, scores_TN: torch.Tensor, bias_N: torch.Tensor, k: int) -> torch.Tensor:
     """The k experts with the largest biased scores, [T, k]; not those that a mask of the logits leaves out."""
+    bias_N = bias_N.to(scores_TN.device)  # logits of all layers may have been moved to one device
     return (scores_TN + bias_N).masked_fill(logits_TN.isneginf(), -torch.inf).topk(k, dim=-1).indices
 
 
@@ -172,8 +173,9 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
     """
     check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
-    before_TK = probabilities_TK.detach().cumsum(-1) - probabilities_TK.detach()
-    return _kept_gates(probabilities_TK, before_TK < p, normalize), experts_TK
+    # In integers, whose cumulative sums are deterministic on every device; a float32 is not finer.
+    parts_TK = (probabilities_TK.detach() * 2**24).long()
+    return _kept_gates(probabilities_TK, parts_TK.cumsum(-1) - parts_TK < p * 2**24, normalize), experts_TK
 
 
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,6 +240,10 @@ class Steering:
         if (self.experts is None) == (self.allowed is None):
             raise ValueError("Steering: experts, allowed: give one of the two")
 
+    def to(self, device: torch.device) -> Steering:
+        """The same on a layer's device, so that it is not copied in each forward pass."""
+        return Steering(*(None if own is None else own.to(device) for own in (self.experts, self.allowed)))
+
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,7 +254,9 @@ class Steering:
             # logit that is not finite would make it NaN.
             return logits_TN.gather(1, experts_T1).nan_to_num() * 0 + 1, experts_T1
         assert self.allowed is not None
-        return choose(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
+        return choose(
+            logits_TN.masked_fill(_per_token(self.allowed, logits_TN).logical_not(), -torch.inf), k, normalize
+        )
 
 
 def _per_token(rows_B: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
@@ -286,3 +294,10 @@ def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     if missing == 0:
         return logits_TN
     return F.pad(logits_TN, (0, missing), value=torch.finfo(logits_TN.dtype).min)
+
+
+def stacked(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Logits of several layers, one [T, n] each or [L, T, n], as float32 [L, T, n] on the first layer's device."""
+    if isinstance(router_logits, torch.Tensor):
+        return router_logits.float()
+    return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()

@@ -15,14 +15,14 @@ from typing import Literal, cast
 
 import torch
 
-from .gates import check_top_k
+from .gates import check_top_k, stacked
 
 Scope = Literal["global", "layer"]
 Mean = Callable[[torch.Tensor], torch.Tensor]
 
 
 def balancing_loss(
-    router_logits: Sequence[torch.Tensor],
+    router_logits: Sequence[torch.Tensor] | torch.Tensor,
     k: int,
     mask_T: torch.Tensor | None = None,
     scope: Scope = "layer",
@@ -36,7 +36,7 @@ def balancing_loss(
     token, which is k, or less where routers leave some out.
 
     Args:
-        router_logits: one [T, n] per layer.
+        router_logits: one [T, n] per layer, or [L, T, n].
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
         scope: `"layer"` averages the layers' losses. `"global"` pools the tokens of all layers, as transformers does;
@@ -59,33 +59,43 @@ def balancing_loss(
     ```
     """
     mean = mean or (lambda values: values)  # of a single process
-    logits_LTN = _stacked(router_logits)
+    logits_LTN = stacked(router_logits)
     check_top_k(logits_LTN, k)
     probabilities_LTN, n = logits_LTN.softmax(-1), logits_LTN.shape[-1]
     if chosen is None:  # as routers choose: of probabilities, several may be 0
         chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, logits_LTN.topk(k, dim=-1).indices, 1.0)
     else:
-        chosen_LTN = _stacked(chosen)
+        chosen_LTN = stacked(chosen)
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
-    sizes = [n] * len(f_LN) if sizes is None or len(set(sizes)) == 1 else list(sizes)
-    if scope == "layer":
-        return (f_LN.new_tensor(sizes) * (f_LN * P_LN).sum(-1)).mean()
     pooled = []
-    for size in sorted(set(sizes)):
-        layers = [i for i, other in enumerate(sizes) if other == size]
-        f_N, P_N = (f_LN, P_LN) if len(layers) == len(sizes) else (f_LN[layers], P_LN[layers])
-        pooled.append(size * len(layers) / len(sizes) * (f_N.mean(0) * P_N.mean(0)).sum())
+    for size, layers in _by_size(sizes or [n] * len(f_LN)).items():
+        f_MN, P_MN = _rows(f_LN, layers), _rows(P_LN, layers)
+        products = (f_MN * P_MN).sum() if scope == "layer" else len(layers) * (f_MN.mean(0) * P_MN.mean(0)).sum()
+        pooled.append(size / len(f_LN) * products)
     return torch.stack(pooled).sum()
 
 
-def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+def _by_size(sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Number of experts → the layers that have so many."""
+    layers: dict[int, list[int]] = {}
+    for i, size in enumerate(sizes):
+        layers.setdefault(size, []).append(i)
+    return layers
+
+
+def _rows(x_LN: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """Those of some layers. A list as an index would be copied to the device, for which the CPU waits."""
+    return x_LN if len(layers) == len(x_LN) else torch.stack([x_LN[i] for i in layers])
+
+
+def z_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """
     `logsumexp(l)²` of each token, averaged over layers (Zoph et al., 2022, equation 5).
 
     Args:
-        router_logits: one [T, n] per layer.
+        router_logits: one [T, n] per layer, or [L, T, n].
 
     Returns:
         one loss per token, [T].
@@ -99,15 +109,15 @@ def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     torch.Size([10])
     ```
     """
-    return _stacked(router_logits).logsumexp(-1).square().mean(0)
+    return stacked(router_logits).logsumexp(-1).square().mean(0)
 
 
-def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
+def label_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN: torch.Tensor) -> torch.Tensor:
     """
     `-log Σ_e m_e p_e` of each token, averaged over layers: label-supervised routing.
 
     Args:
-        router_logits: one [T, n] per layer.
+        router_logits: one [T, n] per layer, or [L, T, n].
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
 
     Returns:
@@ -123,16 +133,11 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
     torch.Size([10])
     ```
     """
-    logits_LTN = _stacked(router_logits)
+    logits_LTN = stacked(router_logits)
     if allowed_TN.shape != logits_LTN.shape[1:]:  # else it would be broadcast
         raise ValueError(f"label_losses: allowed_TN: {list(allowed_TN.shape)}; give {list(logits_LTN.shape[1:])}")
     log_p_LTN = logits_LTN.log_softmax(-1)  # precise however large the logits are
     return -log_p_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1).mean(0)
-
-
-def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[L, T, n] in float32, on the first layer's device (layers may be on different ones)."""
-    return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()
 
 
 def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: Mean) -> torch.Tensor:
@@ -154,7 +159,7 @@ class RouterBatch:
     The inputs of a loss on routers.
 
     Args:
-        router_logits: one float32 [T, n] per layer.
+        router_logits: of all layers, float32 [L, T, n].
         mask: 1 for real tokens, 0 for padding, [T].
         k: active experts per token.
         scope: the scope of the balancing loss, see `balancing_loss`.
@@ -165,7 +170,7 @@ class RouterBatch:
         chosen: the experts that the balancing loss counts, bool [T, n] per layer; None: the k best.
     """
 
-    router_logits: Sequence[torch.Tensor]
+    router_logits: torch.Tensor
     mask: torch.Tensor
     k: int
     scope: Scope = "layer"

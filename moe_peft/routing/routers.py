@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..utils.compat import private
 from ..utils.messages import InputError
 from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, setting
 from ..utils.torch_contexts import double, evaluating, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
+_top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,12 @@ class Router(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Router logits of hidden states [..., d] (or, if `by_token_id`, of token ids [...]): float32 [T, n]."""
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
+        stored_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x_TD = stored_TD if stored_TD.dtype == torch.float64 else stored_TD.float()
         noise = self.settings.jitter_noise
         if self.training and noise:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
-        with without_autocast(x_TD):
+        with without_autocast(x_TD), _saved_as(stored_TD, x_TD):
             return self.logits(x_TD)
 
     @torch.no_grad()
@@ -200,6 +203,22 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
+
+
+def _saved_as(stored_TD: torch.Tensor, x_TD: torch.Tensor) -> AbstractContextManager:
+    """
+    Inside the block, autograd keeps a router's input as it is stored and not a float32 copy, which it makes again in
+    the backward pass. Not where a checkpoint or another hook decides what is kept, or a compiler.
+    """
+    if stored_TD.dtype == x_TD.dtype or not torch.is_grad_enabled():
+        return nullcontext()
+    if torch.compiler.is_compiling() or _top_saved_tensors_hooks(False) is not None:
+        return nullcontext()
+    kept_TD, address = stored_TD.detach(), x_TD.untyped_storage()._cdata
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: None if saved.untyped_storage()._cdata == address else saved,
+        lambda packed: kept_TD.float() if packed is None else packed,
+    )
 
 
 class LinearRouter(Router):
@@ -427,7 +446,13 @@ class PooledRouter(Router):
     reads = ("bias_update_rate",)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.adaptive_avg_pool1d(x_TD, self.num_experts)
+        d, n = x_TD.shape[-1], self.num_experts
+        if d % n == 0:
+            return x_TD.unflatten(-1, (n, d // n)).mean(-1)
+        # Parts that overlap by one: as adaptive pooling has them, whose backward is not deterministic on CUDA.
+        i_N1, j_D = torch.arange(n, device=x_TD.device).unsqueeze(1), torch.arange(d, device=x_TD.device)
+        part_ND = ((j_D >= i_N1 * d // n) & (j_D * n < (i_N1 + 1) * d)).to(x_TD.dtype)
+        return F.linear(x_TD, part_ND / part_ND.sum(1, keepdim=True))
 
 
 class HashRouter(Router):
@@ -453,7 +478,7 @@ class HashRouter(Router):
                 "router_type='hash': token_ids=None: it routes by token ids; call the model itself with input_ids"
             )
         # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.
-        hash_TN = token_ids.reshape(-1, 1).long() + self.salt
+        hash_TN = token_ids.to(self.salt.device).reshape(-1, 1).long() + self.salt
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
         # The first 24 bits are exact in float32. The last of them are the index, so no two logits of a token tie.

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 
 from ..utils.torch_contexts import double
-from .gates import check_top_k
+from .gates import check_top_k, stacked
 
 
-def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
+def compliance(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN: torch.Tensor) -> torch.Tensor:
     """
     `Σ_e m_e p_e`, the probability that routers give to the experts of a token's label.
 
     Args:
-        router_logits: one [T, n] per layer.
+        router_logits: one [T, n] per layer, or [L, T, n].
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
 
     Returns:
@@ -37,18 +37,18 @@ def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) 
     torch.Size([1, 10])
     ```
     """
-    shapes = {logits_TN.shape for logits_TN in router_logits}
-    if shapes != {allowed_TN.shape}:
+    logits_LTN = stacked(router_logits)
+    if logits_LTN.shape[1:] != allowed_TN.shape:
         raise ValueError(f"compliance: allowed_TN has shape {list(allowed_TN.shape)}; give that of each layer's logits")
-    return torch.stack([(logits_TN.float().softmax(-1) * allowed_TN).sum(-1) for logits_TN in router_logits])
+    return (logits_LTN.softmax(-1) * allowed_TN).sum(-1)
 
 
-def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+def entropies(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """
     Entropy of the routers' distributions.
 
     Args:
-        router_logits: one [T, n] per layer.
+        router_logits: one [T, n] per layer, or [L, T, n].
 
     Returns:
         nats [L, T], of each layer and token: 0 to log n.
@@ -62,7 +62,7 @@ def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     torch.Size([1, 10])
     ```
     """
-    return torch.stack([torch.special.entr(logits_TN.float().softmax(-1)).sum(-1) for logits_TN in router_logits])
+    return torch.special.entr(stacked(router_logits).softmax(-1)).sum(-1)
 
 
 def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) -> torch.Tensor:
@@ -100,12 +100,12 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     The experts that serve each token: those that were chosen with a gate other than 0.
 
     Args:
-        experts_TK: the chosen experts, int64 [T, k].
+        experts_TK: the chosen experts, int64 [T, k], or [L, T, k] of several layers.
         gates_TK: their gates; None: none is 0.
         num_experts: n.
 
     Returns:
-        bool [T, n].
+        bool [T, n], or [L, T, n].
 
     Example:
 
@@ -118,9 +118,9 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     [[True, False, True]]
     ```
     """
-    chosen_TN = torch.zeros(experts_TK.shape[0], num_experts, dtype=torch.bool, device=experts_TK.device)
+    chosen_TN = torch.zeros(*experts_TK.shape[:-1], num_experts, dtype=torch.bool, device=experts_TK.device)
     kept_TK = torch.ones_like(experts_TK, dtype=torch.bool) if gates_TK is None else gates_TK != 0
-    return chosen_TN.scatter_(1, experts_TK, kept_TK)
+    return chosen_TN.scatter_(-1, experts_TK, kept_TK)
 
 
 def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
 
 
 def counted_experts(
-    routers: Sequence[Any], router_logits: Sequence[torch.Tensor], ks: Sequence[int]
+    routers: Sequence[Any], router_logits: Sequence[torch.Tensor] | torch.Tensor, ks: Sequence[int]
 ) -> list[torch.Tensor] | None:
     """
     The experts that the balancing loss counts, bool [T, n] per layer: without those that a router's own rule leaves

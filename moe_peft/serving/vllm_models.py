@@ -26,7 +26,8 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..adapter.config import MoELoraConfig
-from ..adapter.dispatch import Dispatch, make_dispatch
+from ..adapter.dispatch import Dispatch
+from ..adapter.dispatch_choice import make_dispatch
 from ..adapter.experts import Experts
 from ..adapter.experts.base import empty_parameters
 from ..adapter.ffn_layout import FFNLayout
@@ -57,7 +58,7 @@ class _DenseFFN:
 
 class MoELoraFFN(nn.Module):
     """
-    vLLM's FFN with experts, in place of vLLM's and with its parts under their own names.
+    vLLM's FFN with experts: it replaces vLLM's own and keeps the names of its parts.
 
     Its other attributes and methods are those of an `FFNHost`, for a single adapter.
 

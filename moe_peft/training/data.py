@@ -30,7 +30,7 @@ from ..utils.messages import InputError, one_line
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
-MOST_DOMAINS = 1000  # that are evaluated one by one; more are no domains
+MOST_DOMAINS = 1000  # that are evaluated one by one; more are not domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -82,7 +82,7 @@ def load_data(
             if isinstance(dataset, Dataset):
                 if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
                     dataset = _without_times(source, dataset, split)
-                with reading("text that is no UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
+                with reading("text that is not UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
                     dataset.data.validate(full=True)
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
@@ -96,10 +96,23 @@ def load_data(
         raise InputError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     check_has_labels(dataset, label_column, field)
     # As TRL does later, but checks and plans read rows before.
-    if maybe_convert_to_chatml(copy.deepcopy(dataset[0])) != dataset[0]:
+    if _to_messages(copy.deepcopy(dataset[0])) != dataset[0]:
         removed = [name for name in ("conversations",) if name in dataset.column_names]
-        dataset = dataset.map(maybe_convert_to_chatml, remove_columns=removed, desc="Converting to messages")
+        dataset = dataset.map(_to_messages, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with `from` and `value`, as ShareGPT has them, or a column `conversations`, as one with messages."""
+    row = maybe_convert_to_chatml(row)
+    for cell in row.values():
+        for message in cell if isinstance(cell, list) else ():
+            if isinstance(message, dict) and message.get("role") in _SHAREGPT_ROLES:
+                message["role"] = _SHAREGPT_ROLES[message["role"]]
+    return row
 
 
 def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
@@ -118,7 +131,7 @@ def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
 
 
 def _as_text(feature: Any) -> Any:
-    """A column's type with text in place of times."""
+    """A column's type with text instead of times."""
     if isinstance(feature, dict):
         return {name: _as_text(part) for name, part in feature.items()}
     if isinstance(feature, List):
@@ -180,7 +193,7 @@ def check_label_column(column: str | None, section: str = "") -> None:
 def check_domains(dataset: Dataset, column: str | None, section: str = "") -> None:
     """
     Raises:
-        ValueError: the column has so many values that they are no domains.
+        ValueError: the column has too many values to be one of domains.
     """
     count = 0 if column is None else len(dataset.unique(column))
     if count > MOST_DOMAINS:
@@ -230,13 +243,13 @@ _ROW_FORMATS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("chosen",), ("rejected",)),
     (("prompt", "completion"),),
     (("messages",),),
-    (("conversations",),),
     (("text",),),
 )
 # Columns with a value for each token.
 _OF_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks", "token_labels")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ORDERS = 100  # of roles, which are put through the chat template
+IGNORED = -100  # the label of tokens without a language loss
 
 
 def check_rows(
@@ -289,17 +302,19 @@ def check_rows(
 
 
 def _is_label(value: Any) -> bool:
-    """A string or a number; NaN, for which Parquet and CSV files leave a place without a number, is none."""
+    """A string or a number; not NaN, which Parquet and CSV files have where there is no number."""
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
     """Check the value of a cell; returns its messages if it is a conversation."""
     shown = f"{cell}={one_line(repr(value), 60)}"
-    if isinstance(value, str) and key not in ("messages", "conversations", "input_ids"):
+    if isinstance(value, str) and key not in ("messages", "input_ids"):
         if not value.strip() and key != "prompt":
             raise InputError(f"{shown}: must not be empty; leave the row out")
         return []
+    if isinstance(value, str) and key != "input_ids":
+        raise InputError(f"{shown}: is text; parse it (json.loads), as this column must hold lists of messages")
     if not isinstance(value, list) or not value:
         kind = "a list of tokens" if key == "input_ids" else "a string or a list of messages"
         raise InputError(f"{shown}: must be {kind}; leave the row out")
@@ -313,12 +328,12 @@ def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size
 def _message(cell: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
-    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
         raise InputError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
         raise InputError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
-    return {**message, "role": role, "content": content}
+    return message
 
 
 # --- what a loss needs -----------------------------------------------------------------------------------------------
@@ -370,8 +385,18 @@ def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None
 def check_learnable(path: str, dataset: Any, args: Any) -> None:
     """
     Raises:
-        ValueError: a prepared dataset has no rows, as TRL leaves out those without a token to learn.
+        ValueError: no row of a prepared dataset has a token to learn.
     """
-    if isinstance(dataset, Dataset) and not len(dataset):
+    if isinstance(dataset, Dataset) and not is_learnable(dataset):
         section = f"{path}: " if path else ""
-        raise InputError(f"{section}max_length={args.max_length}: no example keeps a token to learn from; raise it")
+        raise InputError(
+            f"{section}max_length={args.max_length}: no example keeps a token to learn from; raise it, or give longer "
+            "examples"
+        )
+
+
+def is_learnable(dataset: Dataset) -> bool:
+    """Whether a row of a prepared dataset has a token to learn, which its first token, with none before it, is not."""
+    if "labels" not in dataset.column_names:
+        return len(dataset) > 0
+    return any(label != IGNORED for row in dataset.select_columns("labels") for label in row["labels"][1:])

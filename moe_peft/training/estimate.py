@@ -24,7 +24,8 @@ from trl import SFTConfig
 from ..models.introspection import base_model
 from ..models.layer import router_parameters
 from ..models.model_size import model_size
-from ..utils.loading import Base, chat_template
+from ..native.base import Base
+from ..utils.loading import chat_template
 from ..utils.messages import InputError, choice_error, refused_settings
 from .data import drawn
 from .preparation import for_one_trainer

@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..routing.expert_map import label_text
 from ..utils.messages import InputError
+from .data import IGNORED as IGNORED
 from .data import check_label_column
 
 COLUMN = "token_labels"
 NO_LABEL = -1  # for padding
-IGNORED = -100  # the label of tokens without a language loss
 
 
 def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:

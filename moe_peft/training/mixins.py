@@ -109,7 +109,7 @@ class NativeResumeMixin:
 
 
 def _load_native(model: Any, folder: str) -> None:
-    """Load a checkpoint's weights into a native MoE, including those of routers in the place of its gates."""
+    """Load a checkpoint's weights into a native MoE, including those of routers that replaced its gates."""
     state = type(model).from_pretrained(folder, dtype="auto").state_dict()
     model.load_state_dict({**state, **router_tensors(model, folder)})
 

@@ -38,10 +38,12 @@ def preflight(
         on_this_machine: whether it trains here and now; a plan may be for another machine.
     """
     section = f"{path}." if path else ""
+    check_packages(args, section)
     if on_this_machine:
-        check_packages(args, section)
         if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
             raise InputError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
+        if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
+            raise InputError(f"{section}activation_offloading=True: there is no accelerator to take activations off")
     template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
@@ -89,8 +91,6 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
     _check_checkpointing(args.gradient_checkpointing_kwargs or {}, isinstance(args, SFTConfig), section)
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise InputError(f"{section}use_liger_kernel=True: is not installed; pip install liger-kernel")
-    if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
-        raise InputError(f"{section}activation_offloading=True: there is no accelerator to take activations off")
     backend, backends = args.torch_compile_backend, [backend.value.lower() for backend in DynamoBackend]
     if backend is not None and backend.lower() not in backends:
         raise InputError(choice_error(f"{section}torch_compile_backend", backend, backends))
@@ -102,7 +102,7 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
     """
     Raises:
-        ValueError: a key is none of torch's, and none that transformers or, for SFT, TRL take out.
+        ValueError: torch does not know a key, and neither transformers nor, for SFT, TRL take it out.
     """
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
     enable = renamed or PreTrainedModel.gradient_checkpointing_enable

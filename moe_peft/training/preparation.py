@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..utils.io import reading
 from ..utils.messages import refused_settings
-from .data import check_learnable, drawn
+from .data import check_learnable, drawn, is_learnable
 from .scoring import Collator
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
@@ -88,7 +88,7 @@ def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: 
     with reading(path), _without_bars():
         for count in (min(_SAMPLE, len(dataset)), len(dataset)):
             data, collator = tokenized(dataset.select(range(count)), processing_class, args)
-            if len(data):
+            if is_learnable(data):
                 collator([data[i] for i in range(min(2, len(data)))])
                 return
     check_learnable(path, data, args)

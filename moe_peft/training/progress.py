@@ -1,4 +1,4 @@
-"""One progress bar per training, in place of the bar and the printed dictionaries of transformers' `Trainer`."""
+"""One progress bar per training, instead of the bar and the printed dictionaries of transformers' `Trainer`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_progress(trainer: Trainer) -> None:
 class StageProgress(TrainerCallback):
     """
     A bar with the training's name (`run_name` of the arguments), steps, latest losses and the time left. Where standard
-    error is no terminal, the bar is a line of text, written at the end and every half minute at most.
+    error is not a terminal, the bar is a line of text, written at the end and every half minute at most.
 
     The logged values go to this module's logger, one line for each record: at level DEBUG beside a bar, at level INFO
     where `disable_tqdm` of the arguments asks for none. Only the first of all processes shows anything.

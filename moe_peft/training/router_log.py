@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,58 +20,74 @@ def token_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> Sum:
 
 class RouterLog:
     """
-    What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes.
+    What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes. Sums
+    stay on the device, which is waited for once a log.
 
     Args:
-        trainer: a TRL trainer, which logs the means of the lists that it is given, and clears them then.
+        trainer: the trainer, whose `log` calls `add_to`.
         sizes: each router's n.
     """
 
     def __init__(self, trainer: Any, sizes: Sequence[int]) -> None:
         self.trainer, self.sizes = trainer, sizes
-        self._sums: dict[tuple[bool, str], torch.Tensor] = {}  # in training or not, and name → since the last log
+        # In training and in evaluation: of values and of what they are about, [2] by name; of a layer's assignments and
+        # tokens, [L, n + 1].
+        self._sums: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
+        self._loads: dict[bool, torch.Tensor] = {}
+        self._last_health: LoadHealth | None = None
 
     @torch.no_grad()
     def note(self, noted: Mapping[str, Sum]) -> None:
         """Values of one batch, by name."""
-        sums = torch.stack([torch.stack([part.detach().float() for part in pair]) for pair in noted.values()])
-        for name, (total, count) in zip(noted, self._since_the_last_log(noted, sums).tolist(), strict=True):
-            self._log[name] = [total / max(count, 1.0)]
+        sums = self._sums[self.trainer.model.training]
+        first = next(iter(noted.values()))[0].device
+        # Sums of many batches are in float64, which Apple's GPUs lack.
+        dtype = torch.float32 if first.type == "mps" else torch.float64
+        batch = torch.stack([part.detach().to(first, dtype) for pair in noted.values() for part in pair]).view(-1, 2)
+        for name, sum_2 in zip(noted, batch, strict=True):
+            sums[name] = sums[name] + sum_2 if name in sums else sum_2
 
     @torch.no_grad()
     def note_load(self, passes: Sequence[RoutedPass], mask_T: torch.Tensor) -> None:
         """How evenly the experts were used."""
         by_layer = zip(*(seen.chosen for seen in passes), strict=True)
-        real_T1 = mask_T.bool().unsqueeze(1)
-        counts_LN = torch.stack([
-            (real_T1 & torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer])).sum(0)
-            for of_layer in by_layer
+        chosen_LTN = torch.stack([
+            torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer]) for of_layer in by_layer
         ])  # fmt: skip
-        tokens_L1 = real_T1.sum().expand(len(counts_LN), 1)
-        sums = self._since_the_last_log(["load_cv"], torch.cat([counts_LN, tokens_L1], dim=1).unsqueeze(0))
-        health = load_health(sums[0, :, :-1], self.sizes, float(sums[0, 0, -1]))
-        self._log["load_cv"] = [health.variation]
-        self._log["load_cv_by_chance"] = [health.by_chance]
-        self._log["dead_experts"] = [health.dead / health.experts]
+        real_T1 = mask_T.bool().unsqueeze(1)
+        counts_LN = (chosen_LTN & real_T1).sum(1)
+        load = torch.cat([counts_LN, real_T1.sum().expand(len(counts_LN), 1)], dim=1)
+        training = self.trainer.model.training
+        self._loads[training] = self._loads[training] + load if training in self._loads else load
+
+    def add_to(self, logs: dict[str, float]) -> None:
+        """Put the means since the last call into a trainer's log, before it logs; in evaluation with a prefix."""
+        training = self.trainer.model.training
+        health, values = self._load_health(training), {}
+        if sums := self._sums[training]:
+            totals, counts = self._of_all(torch.stack([*sums.values()])).T.tolist()
+            values = {name: total / max(count, 1.0) for name, total, count in zip(sums, totals, counts, strict=True)}
+        if health is not None:
+            values |= {
+                "load_cv": health.variation,
+                "load_cv_by_chance": health.by_chance,
+                "dead_experts": health.dead / health.experts,
+            }
+            self._last_health = health if training else self._last_health
+        logs.update({name if training else f"eval_{name}": value for name, value in values.items()})
+        self._sums[training] = {}
+        self._loads.pop(training, None)
 
     def load_health(self) -> LoadHealth | None:
-        """That of the load in training, of the tokens that the last log was about or of those since then."""
-        sums = self._sums.get((True, "load_cv"))
-        return None if sums is None else load_health(sums[:, :-1], self.sizes, float(sums[0, -1]))
+        """That of the load in training, of the tokens since the last log or of those that it was about."""
+        return self._load_health(True) or self._last_health
 
-    def _since_the_last_log(self, names: Iterable[str], sums: torch.Tensor) -> torch.Tensor:
-        """Sums of a batch, one per name, with those of other processes and of the batches before it."""
-        # Sums of many batches are in float64, which not all devices have.
-        reduced = self.trainer.accelerator.reduce(sums, "sum").cpu().double()
-        for i, name in enumerate(names):
-            key = (self.trainer.model.training, name)
-            if name in self._log:
-                reduced[i] += self._sums[key]
-            self._sums[key] = reduced[i]
-        return reduced
+    def _load_health(self, training: bool) -> LoadHealth | None:
+        if training not in self._loads:
+            return None
+        load = self._of_all(self._loads[training])
+        return load_health(load[:, :-1].double(), self.sizes, float(load[0, -1]))
 
-    @property
-    def _log(self) -> Any:
-        trainer = self.trainer
-        log = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
-        return log["train" if trainer.model.training else "eval"]
+    def _of_all(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over all processes, on the CPU."""
+        return self.trainer.accelerator.reduce(sums, "sum").cpu()

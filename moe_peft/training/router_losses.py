@@ -79,7 +79,6 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _metrics: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = (*args, *kwargs.values())
@@ -140,6 +139,12 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         """
         health = self._log_of_routers.load_health()
         return "" if health is None or self._allowed is not None else health.warning
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Also what routers did since the last log."""
+        self._log_of_routers.add_to(logs)
+        trainer: Any = super()
+        trainer.log(logs, *args, **kwargs)
 
     def _keep_frozen(self) -> None:
         """Freeze again what PEFT has unfrozen: it does so when adapters are disabled for a reference pass, say."""
@@ -246,8 +251,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         """The inputs of the losses: the tokens of all passes, concatenated."""
         # Each layer's logits and the mask, one pass after the other.
         device = passes[0].router_logits[0].device  # layers may be on different ones
-        by_layer = zip(*(seen.router_logits for seen in passes), strict=True)
-        logits = [torch.cat([logits_TN.to(device) for logits_TN in of_layer]) for of_layer in by_layer]
+        of_passes = [torch.stack([logits_TN.to(device) for logits_TN in seen.router_logits]).float() for seen in passes]
+        logits_LTN = of_passes[0] if len(passes) == 1 else torch.cat(of_passes, dim=1)
         mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
         # What labels say of the tokens, if there are some.
         allowed_TN = label_mask_T = None
@@ -259,9 +264,9 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         # How loads are balanced.
         k = int(text_config(self.model).num_experts_per_tok)
         scope: Scope = self.args.router_balancing or self._default_balancing
-        chosen = counted_experts(self._routers, logits, self._ks)
+        chosen = counted_experts(self._routers, logits_LTN, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
-        return RouterBatch(logits, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
+        return RouterBatch(logits_LTN, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
 
     def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]

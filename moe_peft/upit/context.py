@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from ..native.base import Base
 from ..native.folders import DenseFolder, LoraFolder, open_folder
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
-from ..utils.loading import Base, changed_embeddings, chat_template
+from ..utils.loading import changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
 from .recipe_fields import TRAINED
@@ -151,7 +152,7 @@ def most_positions(base: Base) -> int | None:
 
 
 def _hash_folder(folder: Path) -> str:
-    """Of a model's or an adapter's files; what tools and people leave beside them, hidden files and a card, is none."""
+    """Of a model's or an adapter's files, but not of what tools and people leave beside them: hidden files, a card."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     names = {path.name: hash_file(path) for path in files if path.name != "README.md"}
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.folders import DenseFolder, open_dense, open_folder
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions
-from ..native.router_files import read_routed_model
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..native.upcycle import UpcycleConfig, check_same_architecture, mean_model, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
@@ -53,8 +53,7 @@ class DenseExperts(ExpertKind):
 
     def load(self, folder: Path) -> PreTrainedModel:
         """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
-        attention = self.base.attn_implementation
-        return read_routed_model(folder, folder, dtype=self.base.dtype, attn_implementation=attention)
+        return replace(self.base, name_or_path=str(folder), revision=None, field="model").load()
 
     @staticmethod
     def scored(load: Load, folders: Sequence[Path]) -> Iterator[PreTrainedModel]:
@@ -64,7 +63,7 @@ class DenseExperts(ExpertKind):
         section = self.recipe.expand
         return expand_checkpoints(
             experts,
-            self.base_folder,
+            self.base.folder,
             output_dir=folder,
             num_experts=self.recipe.num_experts,
             method=section.method,
@@ -84,14 +83,14 @@ class DenseExperts(ExpertKind):
                 for other in others:
                     total += other.tensor(other.stored_name(name, tied)).double()
                 writer.write(name, total / len(experts))
-        copy_companions(self.base_folder, folder, TERMS)
+        copy_companions(self.base.folder, folder, TERMS)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
         """Of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
         experts, moe = written_experts(folder), folder / self.output
         if not experts and not moe.is_dir():
             return None
-        config = AutoConfig.from_pretrained(self.base_folder)
+        config = AutoConfig.from_pretrained(self.base.folder)
         dense = find_families(config.model_type)[0]
         if experts:
             models = [Checkpoint(expert) for expert in experts]
@@ -113,7 +112,7 @@ class DenseExperts(ExpertKind):
         self, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterable[FFN]]
     ) -> torch.Tensor | None:
         """Inner products over all layers; None if the experts are narrower than the base's FFN."""
-        origin, total = Checkpoint(self.base_folder), None
+        origin, total = Checkpoint(self.base.folder), None
         for layer in layers:
             before, ffns = dense.ffn(layer).split(origin.tensor), list(experts(layer))
             for name in FFN._fields:
@@ -157,7 +156,7 @@ class DenseExperts(ExpertKind):
         return [weight.float() for weight in dense_gates(mean, way, texts, len(folders))]
 
     def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
-        return self.add_vectors(base, self.base_folder, self.routed_modules(base, ()), seed)
+        return self.add_vectors(base, self.base.folder, self.routed_modules(base, ()), seed)
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class DenseExperts(ExpertKind):
 
     def check_base(self, seed: int) -> None:
         r = self.recipe
-        base = open_dense(str(self.base_folder), r.moe.get("family"))
+        base = open_dense(str(self.base.folder), r.moe.get("family"))
         self.put_routers(empty_model(self._config(self.base.config), "moe"), seed)
         self._check_attention()
         for folder in r.prepare.folders or []:
@@ -246,7 +245,7 @@ class DenseExperts(ExpertKind):
             }
         models: Any = list(experts)
         if not r.facts.prepares:
-            models = self.base_folder
+            models = self.base.folder
         elif r.copies and routers is None:  # stage 3 makes even copies differ
             models = models[:1]
         upcycle(models, folder, r.upcycle_config(seed=seed, **overrides), calibration=calibration)
@@ -271,7 +270,7 @@ class DenseExperts(ExpertKind):
         if self.recipe.post_train.router:
             self._fold(folder)
         finish_native(folder, model.config)
-        copy_companions(self.base_folder, folder, TERMS)
+        copy_companions(self.base.folder, folder, TERMS)
 
     def _fold(self, folder: Path) -> None:
         """Write plain gates for the recipe's routers, if they fold into such."""

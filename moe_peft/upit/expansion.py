@@ -8,9 +8,9 @@ An expert is a mapping of names to tensors, with the same names in every expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -32,9 +32,6 @@ class Descent:
     alpha: float  # weight of the first parent; the second has 1 - alpha
     drop_rate: float
     similarity: float | None  # of the parents; None if the pair was drawn at random
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def values_inner(a: Expert, b: Expert) -> float:

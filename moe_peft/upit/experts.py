@@ -10,14 +10,13 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from datasets import Dataset
-from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from trl import SFTConfig
 
+from ..native.base import Base
 from ..utils.expert_merging import likeness, similarities
-from ..utils.loading import Base
 from .expansion import Descent
 from .recipe_rules import Recipe
 from .routing_vectors import is_vector
@@ -44,14 +43,6 @@ class ExpertKind(ABC):
     @cached_property
     def base(self) -> Base:
         return self.recipe.base
-
-    @cached_property
-    def base_folder(self) -> Path:
-        """Where the base model's files are."""
-        folder = Path(self.base.name_or_path)
-        if folder.is_dir():
-            return folder
-        return Path(snapshot_download(self.base.name_or_path, revision=self.base.revision))
 
     # --- folders ----------------------------------------------------------------------------------------------------
 

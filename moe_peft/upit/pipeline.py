@@ -23,7 +23,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
 from ..training.checkpointing import MARKER
-from ..training.preflight import check_packages, preflight, refuse_arguments
+from ..training.preflight import preflight, refuse_arguments
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
@@ -173,7 +173,6 @@ class UpIT:
         for stage in self.trainer_stages:
             args = stage.arguments(**overrides)
             _ = args.device
-            check_packages(args, f"{stage.name}.sft.")
             refuse_arguments(args, f"{stage.name}.sft.")
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise InputError(
@@ -241,7 +240,7 @@ def _weights(folder: Path) -> dict[str, str]:
 def _tracked(root: Path, stage: str) -> Iterator[None]:
     """
     Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
-    Weights & Biases makes one run, which belongs to the group of the complete run. Variables of the user's go first.
+    Weights & Biases makes one run, which belongs to the group of the complete run. The user's own variables go first.
     """
     defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
     with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):

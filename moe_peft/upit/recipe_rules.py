@@ -15,11 +15,11 @@ from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.experts import EXPERTS
 from ..models.gate_init import GATE_INITS
 from ..models.native_routers import check_router
+from ..native.base import Base
 from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
-from ..utils.loading import Base
 from ..utils.messages import InputError, choice_error
 from ..utils.validation import prefixed, validate
 from .methods import METHODS, Method
@@ -231,7 +231,7 @@ class Recipe(RecipeFields):
             self._check_router(self.post_train.router)
 
     def _check_router(self, settings: dict[str, Any]) -> None:
-        """The router that stage 4 trains in the place of plain gates."""
+        """The router that stage 4 trains instead of plain gates."""
         field = "post_train.router"
         _check_fields(field, settings, RouterSettings, _ROUTER)
         self._forbid(field, not self.facts.assembles, f"left out: the method {self.method!r} has no gates")
@@ -241,7 +241,7 @@ class Recipe(RecipeFields):
             check_router(RouterSettings(**settings), *self.routed)
         self._check_trains(self._router, f"{field}={settings!r}")
         moe = self.upcycle_config()
-        other = "left out: post_train.router, in the place of the gates, has its own initial values"
+        other = "left out: post_train.router, which replaces the gates, has its own initial values"
         if moe.router_init == "attention":
             unused, allowed = not self._router.takes_attention, "attention does not initialise that post_train.router"
             self._forbid("moe.router_init", unused, f"left out: {allowed}")

@@ -107,11 +107,18 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """The batches of an optimizer step; their tokens are counted, over all processes."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        answers = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
-        tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
-        counts = self.accelerator.reduce(torch.tensor([answers, tokens], device=device), "sum")
-        self.answers_in_step, self.tokens_in_step = counts.clamp(min=1).tolist()
+        counts = torch.stack([
+            torch.stack([(batch["labels"][:, 1:] != IGNORED).sum(), batch["attention_mask"].sum()]) for batch in batches
+        ])  # fmt: skip
+        self.answers_in_step, self.tokens_in_step = self.accelerator.reduce(counts.sum(0).to(device), "sum").clamp(
+            min=1
+        )
         return batches, num_items
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Also the two losses."""
+        self.log_of_losses.add_to(logs)
+        super().log(logs, *args, **kwargs)
 
     def compute_loss(
         self,

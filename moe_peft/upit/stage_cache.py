@@ -98,7 +98,7 @@ class Stage(ABC):
 
     def similarity(self, folder: Path) -> dict[str, Any]:
         """How similar the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
-        return {}
+        return self.kind.similarity(folder)
 
     def describe(self, metrics: dict[str, Any]) -> str:
         """What it made, in a few words."""
@@ -198,7 +198,7 @@ def _is_done(stage: Stage, fingerprint: Fingerprint, redo: bool) -> bool:
         return True
     if not redo:
         raise InputError(
-            f"{stage.folder} is done, but with {difference}; take the change back, choose another output_dir, or do "
+            f"{stage.folder} is done, but with {difference}; undo the change, choose another output_dir, or do "
             "this stage and those after it again with --redo (in Python run(redo=True))"
         )
     logger.warning("%s: done again, as it changed: %s", stage.name, difference)

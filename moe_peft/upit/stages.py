@@ -162,9 +162,6 @@ class TrainingStage(TrainerStage):
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
 
-    def similarity(self, folder: Path) -> dict[str, Any]:
-        return self.kind.similarity(folder)
-
 
 class Prepare(TrainingStage):
     """Stage 1: fine-tuning whose checkpoints become experts, or whose last one is the result."""
@@ -277,10 +274,7 @@ class Expand(Stage):
     def run(self, folder: Path) -> dict[str, Any]:
         given = self.given
         descents = on_main_process(lambda: self.kind.merge(given.experts, folder, self.seed, given.initial))
-        return {"descents": [descent.as_dict() for descent in descents]}
-
-    def similarity(self, folder: Path) -> dict[str, Any]:
-        return self.kind.similarity(folder)
+        return {"descents": [asdict(descent) for descent in descents]}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])

@@ -17,7 +17,7 @@ TESTED = {"torch": "2.13.0", "transformers": "5.23.0", "peft": "0.21.2", "trl": 
 
 # Set in `__init__`, so that the class does not tell whether they are still there; the test reads its source.
 OF_INSTANCES = {
-    "_active_adapter", "_disable_adapters", "_metrics", "_stored_metrics", "_signature_columns", "_train_batch_size",
+    "_active_adapter", "_disable_adapters", "_signature_columns", "_train_batch_size",
     "_created_lr_scheduler", "aux_loss_enabled", "_tag_names",
 }  # fmt: skip
 
@@ -62,11 +62,9 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_created_lr_scheduler",
         "_train_batch_size",
     ),
-    # Labels of tokens, in `training.trainers`; the log, in `training.router_log`.
-    "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled", "_tag_names"),
+    # Labels of tokens, in `training.trainers`.
+    "trl.SFTTrainer": ("_prepare_dataset", "aux_loss_enabled", "_tag_names"),
     "trl.DPOTrainer": ("_tag_names",),
-    # The log of TRL's older trainers.
-    "trl.experimental.orpo.ORPOTrainer": ("_stored_metrics",),
     # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),
@@ -74,7 +72,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "liger_kernel.transformers.monkey_patch": ("_bind_method_to_module",),
     # The modes of torch.compile, for a check of arguments.
     "torch._inductor": ("list_mode_options",),
-    # Whether a layer runs under a checkpoint, in `adapter.router_recorder`.
+    # Whether a layer runs under a checkpoint, in `adapter.router_recorder` and `routing.routers`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }
 

@@ -1,28 +1,25 @@
 """
-Loads adapters, models and tokenizers through PEFT and transformers. Their files are checked first (see `reading`): no
-weights are loaded that are missing, not finite, or pickled.
+Reads configs, adapters' weights and tokenizers through PEFT and transformers, and checks them: nothing is used that is
+missing, not finite, or pickled. `native.folders` says what a folder is, and loads models.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import hf_hub_download
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
-from peft.utils import load_peft_weights
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,14 +28,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
+from transformers.integrations import deepspeed
 
-from .io import check_weights, no_weights, read_json, read_text, reading
+from .io import no_weights, open_safetensors, read_json, read_text, reading
 from .messages import InputError, one_line, unknown_key
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 _LARGEST_SIZE, _MOST_LAYERS = 2**16, 10_000
 _PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -94,7 +91,7 @@ def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
 def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     """
     Raises:
-        ValueError: a size in an adapter's config is no number above 0, or one that would take all memory.
+        ValueError: a size in an adapter's config is not a number above 0, or would take all memory.
     """
     counts = ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
     sizes = {name: saved[name] for name in counts if name in saved}
@@ -138,20 +135,31 @@ def _may_take_for_ever(pattern: str) -> bool:
     return "\0*" in text or ".*.*.*" in pattern
 
 
+def adapter_weights(folder: str | os.PathLike, source: object) -> Path:
+    """
+    The file of an adapter's tensors: a folder's, or that of a name on the hub, where PEFT would take a pickled one. Its
+    header is checked; no tensor is read.
+    """
+    path = Path(folder, ADAPTER_WEIGHTS)
+    if not Path(folder).exists():
+        with reading(f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
+            path = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS))
+    if not path.is_file():
+        raise InputError(f"{source}: {no_weights(path.parent, ADAPTER_WEIGHTS)}")
+    with open_safetensors(path, source) as file:
+        for key in file.keys():  # noqa: SIM118  (it is not a mapping)
+            part = file.get_slice(key)
+            dtype, is_matrix = part.get_dtype(), len(part.get_shape()) > 1
+            if dtype not in _DTYPES and (dtype.startswith("F") or is_matrix):  # a salt is an integer
+                raise InputError(f"{source}: {key} is {dtype}; save the adapter in float32, bfloat16 or float16")
+    return path
+
+
 def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:
-    """An adapter's tensors, on the CPU: a folder's, or those of a name on the hub."""
-    with reading(f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
-        here = Path(folder)
-        if not here.exists():  # PEFT would take a pickled file of the hub
-            here = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS)).parent
-    if not (here / ADAPTER_WEIGHTS).is_file():
-        raise InputError(f"{source}: {no_weights(here, ADAPTER_WEIGHTS)}")
+    """An adapter's tensors, on the CPU; see `adapter_weights`."""
+    path = adapter_weights(folder, source)
     with reading(f"{source}: its weights cannot be read", "save the adapter again"):
-        weights = load_peft_weights(os.fspath(here), device="cpu")
-    for key, tensor in weights.items():
-        if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.dim() > 1):  # a salt is an integer
-            raise InputError(f"{source}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
-    return weights
+        return load_file(path)
 
 
 def read_config(name: str | os.PathLike, source: object, revision: str | None = None) -> PreTrainedConfig:
@@ -171,31 +179,6 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
         config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
     _check_experts(config, source)
     return config
-
-
-def adapter_base(
-    config: PeftConfig, source: object, base: str | os.PathLike | None = None, remedy: str = "name it with --base"
-) -> tuple[str, str | None]:
-    """
-    The name and the revision of an adapter's base: `base`, or what its config names, which may be relative to another
-    folder than the current one.
-    """
-    if base is not None:
-        return os.fspath(base), None
-    name = config.base_model_name_or_path
-    field = f"{source}: base_model_name_or_path={name!r}"
-    if not name:
-        raise InputError(f"{field}: the adapter names no base; {remedy}")
-    if not Path(name).exists():
-        try:
-            read_config(name, field, config.revision)
-        except InputError as error:
-            if "gated" in str(error):
-                raise
-            raise InputError(
-                f"{field}: no folder seen from {Path.cwd()}, and no model of a reachable hub; {remedy}"
-            ) from error
-    return name, config.revision
 
 
 def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -> PreTrainedModel:
@@ -242,64 +225,6 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig | None, source: obj
             f"{source}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
             "that the model was trained with, or resize its embeddings and save it"
         )
-
-
-@dataclass(frozen=True)
-class Base:
-    """
-    The base model that a run names. Its config and its tokenizer are read once.
-
-    Args:
-        name_or_path: a folder, whose `~` is expanded, or a name on the hub.
-        dtype: of the weights, e.g. "bfloat16"; "auto" is the config's.
-        quantization: a `BitsAndBytesConfig`, or its fields.
-        field: the field that names it, for messages.
-    """
-
-    name_or_path: str
-    revision: str | None = None
-    dtype: str = "auto"
-    attn_implementation: str | None = None
-    quantization: Any = None
-    field: str = "model_name_or_path"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name_or_path", os.path.expanduser(self.name_or_path))
-
-    def __str__(self) -> str:
-        return f"{self.field}={self.name_or_path!r}"
-
-    @cached_property
-    def config(self) -> PreTrainedConfig:
-        return read_config(self.name_or_path, self, self.revision)
-
-    @property
-    def tokenizer(self) -> Any:
-        """A copy each time, as trainers change theirs (padding, chat template)."""
-        return copy.deepcopy(self._tokenizer)
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        config = self.config  # first: a model that is not there has no tokenizer either
-        tokenizer = read_tokenizer(self.name_or_path, self, self.revision)
-        check_tokenizer(tokenizer, config, self)
-        return tokenizer
-
-    def empty(self) -> PreTrainedModel:
-        """A new model without weights, on the meta device."""
-        return empty_model(copy.deepcopy(self.config), self, self.dtype)  # adapters write to a model's config
-
-    def load(self) -> PreTrainedModel:
-        """A new model with its weights."""
-        quantization = self.quantization
-        if isinstance(quantization, Mapping):
-            quantization = quantization_config(
-                quantization, f"{self.field.rpartition('.')[0]}.quantization".lstrip(".")
-            )
-        return read_model(
-            self.name_or_path, self, revision=self.revision, dtype=self.dtype,
-            attn_implementation=self.attn_implementation, quantization_config=quantization,
-        )  # fmt: skip
 
 
 def chat_template(path: str | None, field: str) -> str | None:
@@ -400,56 +325,7 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
         raise InputError(f"{path}={dict(fields)}: {one_line(error)}") from error
 
 
-def read_model(
-    name: str | os.PathLike,
-    source: object,
-    *,
-    model_class: Any = AutoModelForCausalLM,
-    revision: str | None = None,
-    **kwargs: Any,
-) -> PreTrainedModel:
-    """
-    A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing. A
-    quantized one is placed on this process's device, unless ZeRO-3 shards it.
-
-    Args:
-        name: a folder, or a name on the hub.
-        source: the field and its value, for messages.
-        kwargs: further arguments of `from_pretrained`.
-    """
-    folder = Path(name)
-    read_config(name, source, revision)
-    if folder.exists():
-        refuse_adapter(folder, source)
-        check_weights(folder, source)
-    if kwargs.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
-        kwargs.setdefault("device_map", {"": PartialState().device})
-    with reading(source):
-        model, info = model_class.from_pretrained(
-            os.fspath(name),
-            revision=revision or "main",
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **kwargs,
-        )
-    _check_loaded(model, info, source)
-    return model
-
-
-def refuse_adapter(folder: Path, source: object) -> None:
-    """
-    Raises:
-        ValueError: a model's folder holds an adapter as well, which transformers would load with it.
-    """
-    if (folder / ADAPTER_CONFIG).is_file():
-        raise InputError(
-            f"{source}: {folder} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's files to "
-            "a folder of their own"
-        )
-
-
-def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object) -> None:
+def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object) -> None:
     """
     Raises:
         ValueError: weights were missing, have another shape, or are not finite.

@@ -40,7 +40,8 @@ _TASKS = {
 }
 _HEAD = re.compile(r"\.(?:score|classifier)\.(?:.+\.)?weight$")
 _MARK = re.compile(r"\s*<!-- moe_peft writes this card; delete this line to keep your edits: (\{.*\}) -->")
-_OF_PEFT = "# Model Card for Model ID"  # the template that PEFT fills in nowhere begins so
+# What PEFT alone has written begins so: the template that it fills in nowhere, and what it adds to an empty card.
+_OF_PEFT = ("# Model Card for Model ID", "### Framework versions")
 
 
 def write_model_card(

@@ -1,4 +1,4 @@
-"""Modules of the user's that extend this package, by adding a router to `ROUTERS`, say."""
+"""The user's modules that extend this package, by adding a router to `ROUTERS`, say."""
 
 from __future__ import annotations
 

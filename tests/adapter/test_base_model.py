@@ -20,8 +20,8 @@ from compatibility.families import IDS, OUTCOMES, examine, model_types, tiny
 from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe
 from moe_peft.adapter import base_model as bases
 from moe_peft.adapter.layers import MoELoraLayer, MoELoraLinear
+from moe_peft.native.base import Base
 from moe_peft.upit.lora_experts import ffn_projections
-from moe_peft.utils.loading import read_model
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_close, assert_same, reference, run
@@ -187,7 +187,7 @@ def test_upit_trains_loras_on_such_linears():
     assert ffn_projections(tiny("llama"), None) == ["down_proj", "gate_proj", "up_proj"]
 
 
-# --- what is no causal language model -------------------------------------------------------------------------------
+# --- what is not a causal language model ----------------------------------------------------------------------------
 
 
 def test_a_vision_tower_inside_the_decoder_gets_no_experts():
@@ -325,5 +325,5 @@ def test_what_older_versions_saved_beside_the_weights_is_left_out(name, key, tmp
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({**state, key: torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    logits = read_model(tmp_path, "model").eval()(input_ids=IDS).logits
+    logits = Base(str(tmp_path)).load().eval()(input_ids=IDS).logits
     torch.testing.assert_close(logits, model.eval()(input_ids=IDS).logits)

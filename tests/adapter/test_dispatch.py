@@ -161,9 +161,13 @@ def test_an_expert_without_tokens_may_overflow(name, k, all_columns):
     x, A, B, base = random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT), random(name, 11, OUT)
     if name == "dense" and not all_columns:
         return  # its products of pairs need finite matrices
+    if all_columns:  # only float16 has so small a range
+        dispatch = make_dispatch(name, k, all_columns, dtype=torch.float16)
+        x, A, B, base = (tensor.half() for tensor in (x, A, B, base))
     A[3] = torch.inf
     (actual,) = dispatch.update([x], [A], [B], [base])
-    assert_close(actual.detach(), update_by_hand(dispatch, x, A, B, base).detach())
+    wanted = update_by_hand(dispatch, x, A, B, base).detach()
+    torch.testing.assert_close(actual.detach(), wanted, atol=0.02 if all_columns else 1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dense", "gather", "parts of blocks"])
@@ -174,10 +178,9 @@ def test_what_projections_share_is_computed_once(name):
     for t, row in enumerate(dispatch.experts.tolist()):
         for j, e in enumerate(row):
             table[t, e] = SCALING * dispatch.gates[t, j].detach()
-    gates, unchosen = dispatch.gate_columns(3)
+    gates = dispatch.gate_columns(3)
     for column in range(3 * N):
         assert_close(gates[:, column].detach(), table[:, column // 3])
-    assert torch.equal(unchosen, gates == 0)
     for part in dispatch.parts:
         assert part.pair_rows() is part.pair_rows() and part.scaled_gates() is part.scaled_gates()
 

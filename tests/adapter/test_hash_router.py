@@ -136,7 +136,7 @@ def test_nothing_of_it_is_trained():
 
 
 def test_another_adapter_of_as_many_experts_hashes_alike():
-    """A DPO trainer's reference is a new adapter with the parameters of the trained one, and a salt is none."""
+    """A DPO trainer's reference is a new adapter with the parameters of the trained one, not its salt."""
     adapted = model()
     adapted.add_adapter("ref", adapted.peft_config["default"])
     adapted.add_adapter("other", config(num_experts=3))

@@ -909,6 +909,19 @@ def test_an_offloaded_ffn_is_refused():
         get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
 
 
+def test_an_adapter_is_not_loaded_on_a_base_with_a_layer_on_disk(tmp_path):
+    """PEFT takes accelerate's hooks away first, by which an offloaded module is known."""
+    adapted().save_pretrained(tmp_path / "adapter")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    parts = ("embed_tokens", "rotary_emb", "norm", "layers.0")
+    device_map = {**{f"model.{name}": "cpu" for name in parts}, "lm_head": "cpu", "model.layers.1": "disk"}
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", device_map=device_map, offload_folder=tmp_path / "disk"
+    )
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp' is offloaded"):
+        PeftModel.from_pretrained(base, tmp_path / "adapter")
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"num_experts": 1}, {"target_modules": ["q_proj"]}, {"expert_type": "bottleneck"}], ids=str
 )

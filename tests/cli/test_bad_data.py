@@ -35,7 +35,6 @@ def talk(*messages):
     [
         [PAIR], [TEXT], [TALK], [{"prompt": "", "completion": "w4"}],
         [{"prompt": TALK["messages"][:1], "completion": TALK["messages"][1:]}],
-        [{"conversations": [{"from": "user", "value": "w3"}, {"from": "assistant", "value": "w4"}]}],
         [{"input_ids": [3, 127]}], [{"chosen": "a", "rejected": "b"}],
         [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}],
         [{**PAIR, "domain": "a"}, {**PAIR, "domain": "b"}],
@@ -58,7 +57,7 @@ def test_good_rows(rows, tokenizer):
         ([TEXT, {"text": ""}], "row 1: text='': must not be empty"),
         ([TEXT, {"text": None}], "row 1: text=None"),
         ([{"text": ["a"]}], "row 0: text: 'a': must be a message"),
-        ([{"messages": "w3"}], "row 0: messages='w3': must be a string or a list of messages"),
+        ([{"messages": json.dumps(TALK["messages"])}], r"row 0: messages='\[.*: is text; parse it \(json.loads\)"),
         ([TALK, {"messages": []}], r"row 1: messages=\[\]"),
         ([TALK, {"messages": None}], "row 1: messages=None"),
         ([{"messages": ["w3"]}], "row 0: messages: 'w3': must be a message"),
@@ -230,7 +229,7 @@ def test_parts_of_several_kinds_and_columns_of_tokens(rows, message, tokenizer):
     [
         ("x.jsonl", b'{"other": 3}', "x.jsonl has the columns other, rows.jsonl has text; move it away"),
         ("bad.jsonl", b"{nonsense", "bad.jsonl cannot be read (JSON parse error"),
-        ("rows.jsonl", '{"text": "café"}'.encode("latin-1"), "text that is no UTF-8"),
+        ("rows.jsonl", '{"text": "café"}'.encode("latin-1"), "text that is not UTF-8"),
     ],
 )
 def test_a_stray_file_of_a_folder_is_named(name, content, words, tmp_path):

@@ -1,4 +1,4 @@
-"""Recipes that cannot be meant: every field with values of the wrong kind, and texts that are no recipe."""
+"""Recipes that cannot be meant: every field with values of the wrong kind, and texts that are not a recipe."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_logits_that_are_nan_give_no_score(folder):
 
 
 def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):
-    """A folder in the place of the harness's thousands of tasks."""
+    """A folder instead of the harness's thousands of tasks."""
     import lm_eval.tasks.manager as manager
 
     monkeypatch.undo()  # `light` leaves the harness's own tasks out

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers.models import tiny_llama
 
 LIGHT = """
 import sys
+from contextlib import nullcontext
 import moe_peft.cli
 try:
     moe_peft.cli.main(sys.argv[1:])
@@ -62,7 +64,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example(command, monkeypatch, cap
         example = text.partition("\nexample")[2].partition(":\n")[2]
         assert f"  moe-peft {command}" in example
     if command != "exec":  # which leaves the rest to its program
-        options = import_module(COMMANDS[command][0], "moe_peft.cli").parser(f"moe-peft {command}")
+        options = import_module(COMMANDS[command].module, "moe_peft.cli").parser(f"moe-peft {command}")
         words = shlex.split(example[example.rindex("moe-peft") :].replace("\\\n", " "))
         assert options.parse_known_args(words[2:])[1] == []
 
@@ -196,7 +198,7 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
     ],
 )  # fmt: skip
 def test_settings_are_flags_in_two_spellings_or_in_a_file(command, flags, settings, tmp_path):
-    options, file = import_module(COMMANDS[command][0], "moe_peft.cli").parser(command), tmp_path / "file.yaml"
+    options, file = import_module(COMMANDS[command].module, "moe_peft.cli").parser(command), tmp_path / "file.yaml"
     file.write_text(json.dumps({**settings, "plugins": []}))
     spellings = (flags, re.sub(r"(?<=\w)-(?=\w)", "_", flags), f"--config {file}")
     made = [options.parse_args(each.split()) for each in spellings]
@@ -296,6 +298,38 @@ def test_the_first_of_several_processes_does_the_work(command, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         main([command])
+
+
+COMMAND = """
+import argparse
+from moe_peft.cli import COMMANDS, Command
+COMMANDS["mine"] = {command}
+
+def parser(prog):
+    return argparse.ArgumentParser(prog)
+
+def run(options):
+    print("mine ran")
+    {end}
+"""
+
+
+def test_a_users_command_is_one_like_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    ours = {"my_command": 'Command("my_command", "about", once=True, resumes="run it again")', "my_tuple": '("a", "b")'}
+    for name, command in ours.items():
+        (tmp_path / f"{name}.py").write_text(COMMAND.format(command=command, end="raise KeyboardInterrupt"))
+    monkeypatch.setitem(COMMANDS, "mine", COMMANDS["env"])  # so that it goes at the end
+    for name, rank, printed in (
+        ("my_command", "0", ("mine ran\n", "stopped: run it again\n")),
+        ("my_command", "1", ("", "")),
+        ("my_tuple", "0", ("", "error: COMMANDS['mine']=('a', 'b'): must be a moe_peft.cli.Command\n")),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) if any(printed) else nullcontext():
+            main(["mine", "--plugins", name])
+        assert capsys.readouterr() == printed
 
 
 def test_version_is_the_distributions():

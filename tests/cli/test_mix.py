@@ -102,7 +102,7 @@ BAD = {
     "equal names": ({"labels": ["a", "b", "b"]}, "two experts have the same name"),
     "equal folders": ({"adapters": ["{case}/a", "{case}/a"]}, "two experts have the same name"),
     "names of lines": ({"labels": ["a", "b", "mean"]}, "'base' and 'mean' are lines of the table"),
-    "prompts that are no mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
+    "prompts that are not a mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
     "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "prompts: gates='arrow' read no texts"),

@@ -68,7 +68,7 @@ def test_a_training_that_is_longer_and_logs_more_resumes(stopped, tmp_path):
     settings, out = stopped
     shutil.copytree(out, tmp_path / "out")
     own = {"target_modules": ["v_proj", "mlp", "q_proj"], "max_steps": 6, "logging_steps": 2, "dataset_num_proc": 1}
-    own |= {"bf16_full_eval": True, "resume_from_checkpoint": True}  # in a file, it is no word
+    own |= {"bf16_full_eval": True, "resume_from_checkpoint": True}  # in a file, it is not a word
     run("sft", tmp_path, {**settings, **own})
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 

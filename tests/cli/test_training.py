@@ -528,16 +528,17 @@ def test_a_checkpoint_that_was_cut_off_is_none(case, tmp_path, capsys, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [("from", "value", "user", "assistant"), ("role", "content", "user", "assistant")], ids=["from", "role"]
+    "names", [("from", "value", "human", "gpt"), ("role", "content", "user", "assistant")], ids=["from", "role"]
 )
 def test_conversations_are_messages(names, case, tmp_path, capsys):
     role, content, user, assistant = names
-    turns = [[{role: user, content: row["prompt"]}, {role: assistant, content: row["completion"]}] for row in rows(12)]
+    texts = [(row["prompt"], row["completion"]) for row in rows(12)]
+    given = [[{role: user, content: prompt}, {role: assistant, content: answer}] for prompt, answer in texts]
+    messages = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}] for prompt, answer in texts
+    ]
     trained = {}
-    for column in ("conversations", "messages"):
-        data = [
-            [{"role": t[role], "content": t[content]} if column == "messages" else t for t in turn] for turn in turns
-        ]
+    for column, data in (("conversations", given), ("messages", messages)):
         (tmp_path / column).mkdir()
         (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
         (tmp_path / f"{column}.jsonl").write_text("\n".join(json.dumps({column: turn}) for turn in data))
@@ -714,7 +715,7 @@ def test_another_tokenizers_template_that_would_change_the_base(
     rows_of_base, added, why, command, case, tmp_path, tokenizer, capsys, monkeypatch
 ):
     """It is said before weights are loaded; a native MoE, whose embeddings are saved with it, may have it."""
-    monkeypatch.setattr("moe_peft.utils.loading.read_model", None)
+    monkeypatch.setattr("moe_peft.native.folders.WholeModel.from_pretrained", None)
     tiny_llama(vocab=rows_of_base).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     other = copy.deepcopy(tokenizer)
@@ -745,6 +746,21 @@ def test_what_is_not_on_this_machine_is_said_before_training(case, tmp_path, cap
     assert "use_liger_kernel=True: is not installed; pip" in refused("sft", tmp_path, own, capsys=capsys)
     own = {**case, "activation_offloading": True}
     assert "activation_offloading=True: there is no accelerator" in refused("sft", tmp_path, own, capsys=capsys)
+
+
+def test_rows_of_one_token_have_nothing_to_learn(case, tmp_path, capsys):
+    """Their routers would train alone."""
+    data = tmp_path / "tokens.jsonl"
+    data.write_text('{"input_ids": [3]}\n{"input_ids": [4]}\n')
+    line = refused("sft", tmp_path, {**case, "dataset_name": str(data)}, capsys=capsys)
+    assert "sft: max_length=1024: no example keeps a token to learn from; " in line
+
+
+def test_a_plan_says_which_packages_are_missing(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: False)
+    for flags in ([], ["--dry-run"]):
+        line = refused("sft", tmp_path, {**case, "report_to": "tensorboard"}, *flags, capsys=capsys)
+        assert "report_to='tensorboard': TensorBoardCallback requires tensorboard to be installed" in line
 
 
 @pytest.mark.parametrize("key", ["completion_only_loss", "assistant_only_loss"])

@@ -229,9 +229,9 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "a weight is missing": (tensors(ADAPTER_WEIGHTS, lambda t: t.pop(first(t))), "down_proj"),
     "a module saved whole is missing": (changed(ADAPTER, modules_to_save=["lm_head"]), "lm_head"),
     "eight bits": (
-        tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})), "float8_e4m3fn"
+        tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})), "F8_E4M3"
     ),
-    "integers": (tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.int8)})), "int8"),
+    "integers": (tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.int8)})), "is I8;"),
     "no weight": (tensors(ADAPTER_WEIGHTS, lambda t: t.clear()), "moe_lora|lacks|no FFN"),
     "a weight of another shape": (
         tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): torch.zeros(2, 2)})), "2"

@@ -93,3 +93,10 @@ def preferences(kind: str) -> Dataset:
         else:
             rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
     return Dataset.from_list(rows)
+
+
+def logged(trainer) -> dict[str, float]:
+    """What the trainer logs of its routers now, without the prefix of evaluation."""
+    logs: dict[str, float] = {}
+    trainer._log_of_routers.add_to(logs)
+    return {name.removeprefix("eval_"): value for name, value in logs.items()}

@@ -1,4 +1,4 @@
-"""Routers of the table in the place of native MoEs' gates: outputs, gradients, training, saving, loading, folding."""
+"""Routers of the table that replace native MoEs' gates: outputs, gradients, training, saving, loading, folding."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [1.0, 1.2])
 def test_the_verdict_and_its_exit_code(dtype, scale, tokenizer, tmp_path, capsys, monkeypatch):
-    """An expert that is a fifth too large is no matter of rounding."""
+    """An expert that is a fifth too large is not a matter of rounding."""
     base = dense_model("mistral")
     name = saved(base, tmp_path / "base")
     tokenizer.save_pretrained(name)

@@ -166,7 +166,7 @@ def test_independent_experts_sample_their_neurons_each_on_its_own(dense, ffns, t
         assert len(sets) == m * n - shared and all(len(set(s)) == size for s in sets)
         common = origins(block.shared, full, down=2.0)
         assert len(set(common)) == len(common) == shared * size
-        # The parts of one whole expert overlap as those of two do: they are no partition.
+        # The parts of one whole expert overlap as those of two do: they are not a partition.
         pairs = list(pairwise(sets))
         mean = sum(len(set(a) & set(b)) for a, b in pairs) / len(pairs)
         expected = size * size / F

@@ -144,7 +144,7 @@ def test_weights_are_rounded_once_and_gates_not_at_all(dtype, tmp_path):
     for name, w in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
         kind, actual = tensors[f"blk.1.ffn_{name}_exps.weight"]
         expected = torch.stack([exact[f"{block}.experts.{i}.{w}.weight"] for i in range(4)])
-        if dtype == "bfloat16" or name == "down":  # 48 is no multiple of q8_0's 32
+        if dtype == "bfloat16" or name == "down":  # 48 is not a multiple of q8_0's 32
             assert kind == "BF16" and torch.equal(actual, expected.bfloat16().float())
         else:
             assert kind == "Q8_0"

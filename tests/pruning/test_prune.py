@@ -289,7 +289,7 @@ ALIKE[2, 4] = ALIKE[4, 2] = 0.992
         (Rules(0.01), {}, [[0], [2], [4]]),
         (Rules(0.001), {}, [[0], [1], [2], [4]]),
         (Rules(0.01), {"smallest": 4}, [[0], [1], [2], [4]]),  # the least used one goes first
-        (Rules(0.0, 0.99), {}, [[0, 2], [1], [3], [4]]),  # 0 and 4 are no twins, so the three are no group
+        (Rules(0.0, 0.99), {}, [[0, 2], [1], [3], [4]]),  # 0 and 4 are not twins, so the three are not a group
         (Rules(0.01, 0.99), {}, [[0, 2], [4]]),
         (Rules(0.0, None, 2), {}, [[0], [2]]),
         (Rules(0.0, 0.99, 2), {}, [[0, 2], [4]]),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from moe_peft import prune_experts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.native.folders import open_folder
-from moe_peft.pruning.routed_folders import PrunableAdapter, prunable
+from moe_peft.pruning.routed_folders import PrunableAdapter
 from tests.helpers.native_case import IDS, dense_model, saved
 from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
 
@@ -69,7 +69,7 @@ def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base
 @pytest.mark.parametrize("change", ["shape", "missing", "unexpected"])
 def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: Path):
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["mlp"])
-    prunable(open_folder(adapter, "model"))
+    open_folder(adapter, "model").check_tensors()
     state = load_file(adapter / WEIGHTS)
     name = next(key for key in state if "moe_lora_A" in key)
     if change == "shape":
@@ -80,7 +80,7 @@ def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: 
         state[name.replace("layers.0", "layers.7")] = state[name].clone()
     save_file(state, adapter / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its config says"):
-        prunable(open_folder(adapter, "model"))
+        open_folder(adapter, "model").check_tensors()
 
 
 def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monkeypatch):
@@ -93,7 +93,7 @@ def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monk
 
 def test_a_native_folder_that_does_not_load_is_found(tmp_path: Path):
     moe = sparse(tmp_path / "moe")
-    prunable(open_folder(moe, "model"))
+    open_folder(moe, "model").check_tensors()
     text = (moe / "config.json").read_text()
     assert 'experts": 5,' in text
     name, state = "model.layers.1.mlp.experts.4.up_proj.weight", load_file(moe / "model.safetensors")
@@ -101,7 +101,7 @@ def test_a_native_folder_that_does_not_load_is_found(tmp_path: Path):
         save_file(kept, moe / "model.safetensors", metadata={"format": "pt"})
         (moe / "config.json").write_text(text.replace('experts": 5,', f'experts": {experts},'))
         with pytest.raises(ValueError, match="its config says"):
-            prunable(open_folder(moe, "model"))
+            open_folder(moe, "model").check_tensors()
 
 
 def sparse(folder: Path, **options) -> Path:

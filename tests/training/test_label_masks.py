@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from moe_peft import MoEDPOConfig
 from moe_peft.training.trainers import MoESFTConfig
 from tests.helpers.routed_models import biased, tuner_layers
-from tests.helpers.trainers import EXPERTS, LABELS, MASKED, arguments, make_model, make_trainer, one_batch
+from tests.helpers.trainers import EXPERTS, LABELS, MASKED, arguments, logged, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
 
 ALLOWED = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
@@ -187,7 +187,7 @@ def test_the_label_loss_is_on_the_tokens_that_were_asked_for(kind, tokens, token
             label.append(-served.log())
             inside.append(served)
     torch.testing.assert_close(loss.double(), lm.double() + 0.7 * sum(label) / len(label), rtol=1e-5, atol=1e-6)
-    assert trainer._metrics["eval"]["compliance"][0] == pytest.approx((sum(inside) / len(inside)).item(), rel=1e-5)
+    assert logged(trainer)["compliance"] == pytest.approx((sum(inside) / len(inside)).item(), rel=1e-5)
 
 
 def test_accumulated_steps_average_over_answers(tokenizer, tmp_path):

@@ -23,7 +23,7 @@ from moe_peft.training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import NATIVE
-from tests.helpers.trainers import MoEKTOConfig, MoEKTOTrainer, arguments, preferences, words
+from tests.helpers.trainers import MoEKTOConfig, MoEKTOTrainer, arguments, logged, preferences, words
 from tests.helpers.trainers import make_model as trainable_model
 from tests.helpers.trainers import make_trainer as make_sft_trainer
 
@@ -90,7 +90,7 @@ def test_losses_are_those_of_the_trained_passes_and_counted_once(kind, native, t
     z = torch.stack([layer[mask].double().logsumexp(-1) ** 2 for layer in logits]).mean()
     expected = 0.3 * aux.double() + 0.02 * z
     torch.testing.assert_close((with_them - without).double(), expected, rtol=1e-4, atol=1e-5)
-    assert trainer._metrics["train"]["aux_loss"][0] == pytest.approx(aux.item(), rel=1e-5)
+    assert logged(trainer)["aux_loss"] == pytest.approx(aux.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -27,7 +27,7 @@ from moe_peft.training.schedule import phase_at
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import assert_close_to_scale, tiny_llama
 from tests.helpers.processes import in_processes
-from tests.helpers.trainers import EXPERTS, LABELS, arguments, make_model, make_trainer, one_batch
+from tests.helpers.trainers import EXPERTS, LABELS, arguments, logged, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
 from tests.helpers.words import word_tokenizer
 
@@ -87,9 +87,9 @@ def test_joint_loss_is_the_sum_of_its_parts(kind, scope, tokenizer, tmp_path):
             z.append(layer[token].double().logsumexp(-1) ** 2)
     expected = lm + 0.2 * balance + 0.03 * sum(z) / len(z) + 0.7 * sum(label) / len(label)
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
-    noted = trainer._metrics["eval"]
-    assert noted["router_label_loss"][0] == pytest.approx(float(sum(label) / len(label)), rel=1e-5)
-    assert noted["aux_loss"][0] == pytest.approx(balance.item(), rel=1e-5)
+    noted = logged(trainer)
+    assert noted["router_label_loss"] == pytest.approx(float(sum(label) / len(label)), rel=1e-5)
+    assert noted["aux_loss"] == pytest.approx(balance.item(), rel=1e-5)
 
 
 def test_without_labels_and_z_loss_it_is_trls_loss(tokenizer, tmp_path):
@@ -255,7 +255,8 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
         trainer.model.eval()
         trainer.compute_loss(trainer.model, batch)
         names = ("router_label_loss", "aux_loss", "compliance", "router_entropy")
-        noted.append({key: trainer._metrics["eval"][key][0] for key in names})
+        found = logged(trainer)
+        noted.append({key: found[key] for key in names})
         assert trainer._token_counts(batch).tolist() == [int((batch["token_labels"] != -1).sum())] * 2
     assert noted[0] == pytest.approx(noted[1], rel=1e-4)
 
@@ -374,7 +375,7 @@ def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tok
     trainer = make_trainer(tmp_path, tokenizer, training_stage="routers", **own)
     trainer.model.eval()
     loss = trainer.compute_loss(trainer.model, one_batch(trainer)).item()
-    noted = {name: values[0] for name, values in trainer._metrics["eval"].items()}
+    noted = logged(trainer)
     assert noted["aux_loss"] > 1  # it is logged all the same
     assert loss == pytest.approx(0.03 * noted["router_z_loss"] + noted["router_label_loss"], rel=1e-5)
 
@@ -388,7 +389,7 @@ def test_the_label_loss_of_a_step_is_a_mean_over_its_own_tokens(tokens, tokenize
     losses = []
     for trainer._coefficients["label"] in (1.0, 0.0):
         losses.append(trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=items).item())
-    assert losses[0] - losses[1] == pytest.approx(trainer._metrics["train"]["router_label_loss"][0], rel=1e-4)
+    assert losses[0] - losses[1] == pytest.approx(logged(trainer)["router_label_loss"], rel=1e-4)
 
 
 def test_three_phases(tokenizer, tmp_path):
@@ -408,13 +409,13 @@ def test_three_phases(tokenizer, tmp_path):
         trainer.state.global_step = step
         trainer.model.train(mode == "train")
         with_both = trainer.compute_loss(trainer.model, one_batch(trainer))
-        for name, logged, coefficient, factor in zip(
+        for name, name_in_log, coefficient, factor in zip(
             ("aux", "z"), ("aux_loss", "router_z_loss"), (0.5, 0.25), factors, strict=True
         ):
             trainer._coefficients[name] = 0.0
             without = trainer.compute_loss(trainer.model, one_batch(trainer))
             trainer._coefficients[name] = coefficient
-            value = trainer._metrics[mode][logged][-1]
+            value = logged(trainer)[name_in_log]
             assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
 
 
@@ -583,7 +584,7 @@ def test_the_loss_of_one_token_is_its_own(tokenizer, tmp_path):
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, batch)
         logits = trainer.model(**batch, output_router_logits=True).router_logits
-        found = trainer._metrics["eval"]["router_z_loss"][-1]
+        found = logged(trainer)["router_z_loss"]
         trainer._coefficients["z"] = 0.0
         without = trainer.compute_loss(trainer.model, batch)
     wanted = sum(one[1].float().logsumexp(-1).square() for one in logits).item() / 2

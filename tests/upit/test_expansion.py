@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -212,7 +213,7 @@ def test_experts_are_not_expanded_onto_themselves(order, tmp_path):
 def test_a_descent_as_a_record_and_the_default_seed():
     parents = experts(2)
     family, (descent,) = expand(parents, 3)
-    assert descent.as_dict() == {
+    assert asdict(descent) == {
         "expert": 2,
         "parents": (0, 1),
         "alpha": descent.alpha,

@@ -15,13 +15,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, BloomConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig, XGLMConfig
 from trl import SFTConfig
 
+from moe_peft.native.base import Base
 from moe_peft.training.data import load_data
 from moe_peft.training.preparation import rehearse, tokenized
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.context import most_positions
 from moe_peft.upit.evaluate import Evaluate
 from moe_peft.upit.plan import plan
-from moe_peft.utils.loading import Base
 from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import chats, contents, make_case, run

@@ -1,4 +1,4 @@
-"""UpIT for whole FFNs with routers in the place of plain gates: what trains is what the same calls train by hand."""
+"""UpIT for whole FFNs with routers instead of plain gates: what trains is what the same calls train by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_peft import fold_routers, init_attention_routers, replace_routers
 from moe_peft.models.gates import CONFIG_FIELD
 from moe_peft.models.routed_gate import RoutedGate
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.native.router_files import read_routed_model
+from moe_peft.native.base import Base
 from moe_peft.routing.routers import RouterSettings
 from moe_peft.training.preparation import calibration_batches, tokenized
 from moe_peft.upit import UpIT, post_train, recipe_from_dict
@@ -75,7 +75,7 @@ def test_routers_that_do_not_fold_stay(router, tmp_path, tokenizer, caplog):
     caplog.set_level(logging.INFO)
     pipeline = run(settings_with(router, tmp_path, tokenizer), tmp_path)
     assert "the result keeps its routers" in caplog.text
-    model = read_routed_model(pipeline.result, "result").eval()
+    model = Base(str(pipeline.result)).load().eval()
     assert [gate.moe_router.settings.type for gate in gates(model)] == [router["type"]] * 2
     data, collator = tokenized(
         pipeline.context.eval_data, pipeline.context.base.tokenizer, pipeline.stages[0].arguments()
@@ -141,8 +141,8 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
             {"post_train": {"router": {"type": "mlp"}}, "moe": {"router_init": "attention"}},
             "moe.router_init='attention': must be left out: attention does not initialise that post_train.router",
         ),
-        ({"moe": {"router_init": "uniform"}}, "moe.router_init='uniform': must be left out: post_train.router, in the"),
-        ({"moe": {"router_init_std": 0.1}}, "moe.router_init_std=0.1: must be left out: post_train.router, in the"),
+        ({"moe": {"router_init": "uniform"}}, "moe.router_init='uniform': must be left out: post_train.router, which"),
+        ({"moe": {"router_init_std": 0.1}}, "moe.router_init_std=0.1: must be left out: post_train.router, which"),
         (
             {"moe": {"router_init": "attention", "router_num_heads": 2}},
             "moe.router_num_heads=2: must be left out: set post_train.router.num_heads",

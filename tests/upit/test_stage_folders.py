@@ -27,6 +27,7 @@ class Work(Stage):
 
     def __init__(self, root: Path, value: Any = 1, stop: BaseException | None = None, name: str = "work"):
         self.context = SimpleNamespace(root=root, records={})
+        self.kind = SimpleNamespace(similarity=lambda folder: {})
         self.value, self.stop, self.name, self.runs = value, stop, name, 0
 
     @classmethod
@@ -71,7 +72,7 @@ def test_a_stage_that_is_done(tmp_path, caplog):
     (tmp_path / "work.state").mkdir()  # of a run that was stopped when the stage was complete
     again = Work(tmp_path)
     assert run_stage(again) == record and not again.runs and not (tmp_path / "work.state").exists()
-    with pytest.raises(ValueError, match="is done, but with value 1 and not 2; take the change back"):
+    with pytest.raises(ValueError, match="is done, but with value 1 and not 2; undo the change"):
         run_stage(Work(tmp_path, 2))
     assert (tmp_path / "work" / "model").read_text() == "1"
     run_stage(Work(tmp_path, 2), redo=True)
@@ -230,7 +231,7 @@ def test_what_lies_beside_a_bases_files_is_no_part_of_it(case, tmp_path, monkeyp
 
 
 def test_a_run_in_the_folder_of_its_base_is_done_once(case, tmp_path):
-    """What it writes is no part of the base."""
+    """What it writes is not part of the base."""
     base = Path(case["model"]["name_or_path"])
     first = UpIT(recipe_from_dict({**case, "output_dir": str(base / "out")}))
     first.run()

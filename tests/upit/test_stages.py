@@ -174,7 +174,7 @@ def test_labels_of_an_expert_map_may_be_numbers(tmp_path, tokenizer):
 
 
 def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monkeypatch):
-    """Stage 3 gives every copy a bucket of its own, so they are no copies any more."""
+    """Stage 3 gives every copy a bucket of its own, so they no longer are copies."""
     case = {**make_case(tmp_path, tokenizer), "mode": "ffn", "prepare": {"experts": "copies"}}
     del case["adapter"]
     stage = UpIT(recipe_from_dict(case)).stages[-2]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from trl import SFTTrainer
 
@@ -124,6 +124,14 @@ def test_saving_again_keeps_the_card_and_its_facts(folder: Path, base: Path):
     path.write_text(text.replace('{"base"', "{base"))
     write_model_card(folder, training=["4 steps"])
     assert "\n- 4 steps\n" in path.read_text()
+
+
+def test_a_card_that_a_kill_left_empty_is_written_when_the_model_is_saved_again(folder: Path, base: Path):
+    """PEFT adds its versions to it first."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    (folder / "README.md").write_text("")
+    model.save_pretrained(folder)
+    assert "# MoE-LoRA adapter" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9])

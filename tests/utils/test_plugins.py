@@ -42,6 +42,7 @@ def test_a_router_of_the_current_folder(flags, settings, folder, tokenizer, caps
     [
         ("nowhere", None, "plugins='nowhere': cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         ("broken", "1 / 0", "plugins='broken': cannot be imported: ZeroDivisionError: division by zero"),
+        ("ends", "import sys; sys.exit(0)", "plugins='ends': cannot be imported: SystemExit: 0"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_one_line(name, text, message, folder, tokenizer, capsys):

@@ -84,7 +84,7 @@ class Experts:
     needs_ffn: ClassVar[bool] = False  # whether they stand behind an FFN; single linears then get LoRA experts
     holds_loras: ClassVar[bool] = False  # whether LoRAs that were trained apart can become such experts
     stacked: ClassVar[str] = "AB"  # which of the matrices have a part of their own for each expert
-    no_lora: ClassVar[str] = ""  # why an expert is no LoRA, and no dense FFN with other weights; "": it is one
+    no_lora: ClassVar[str] = ""  # why an expert is neither a LoRA nor a dense FFN with other weights; "": it is one
 
     @property
     def rank(self) -> int:

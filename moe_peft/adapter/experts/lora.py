@@ -113,12 +113,12 @@ class LoraExperts(Experts):
         #     a_i. First come its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
         x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
         with without_autocast(x_TD):
-            low = dispatch.shrink_tokens(x, [A_all[name].to(dtype) for name in names])
+            low = dispatch.shrink_tokens(x, [dispatch.cast(A_all[name], dtype) for name in names])
 
             # 2d. … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum
             #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need for each pair (step 4).
-            B = {name: B_all[name].to(dtype) for name in names}
-            A_down = A_all[layout.down].to(dtype) if layout.down in A_all else None
+            B = {name: dispatch.cast(B_all[name], dtype) for name in names}
+            A_down = dispatch.cast(A_all[layout.down], dtype) if layout.down in A_all else None
             inputs = []
             for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
                 h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
@@ -138,7 +138,7 @@ class LoraExperts(Experts):
         if dispatch is None or not branch.mixes_outputs:
             return self._updated(ffn, adapter, dispatch, branch.z_TF, {name: y_TD}, may_overwrite(down))[0]
         if branch.low is not None:
-            B_NRD = ffn.expert_parameters(adapter)[1][name].to(y_TD.dtype)
+            B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][name], y_TD.dtype)
             with without_autocast(y_TD):
                 y_TD = dispatch.expand_collect(branch.low, B_NRD, y_TD, may_overwrite(down))
         bias = getattr(down, "bias", None)
@@ -179,7 +179,8 @@ class LoraExperts(Experts):
         outputs = [base[name] for name in names]
         dtype = outputs[0].dtype
         x = layer.dropped(adapter, x_TM.to(dtype), len(names))
-        A, B = ([M_all[name].to(dtype) for name in names] for M_all in (A_all, B_all))
+        cast = torch.Tensor.to if dispatch is None else dispatch.cast
+        A, B = ([cast(M_all[name], dtype) for name in names] for M_all in (A_all, B_all))
         with without_autocast(x_TM):
             if dispatch is None:
                 outputs = [

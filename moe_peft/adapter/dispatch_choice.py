@@ -1,0 +1,187 @@
+"""
+Which `Dispatch` computes a batch: all decisions that depend on sizes, on the dtype and on the device.
+
+`choose_method` decides once for each layer and batch:
+
+    method         products of tokens              products of pairs (hidden part of mixing "output")
+    dense          all experts' columns, masked    all experts' columns, masked
+    dense-blocks   all experts' columns, masked    blocks of one expert each
+    dense-sorted   all experts' columns, masked    torch's grouped products
+    blocks         blocks of one expert each       blocks of one expert each
+    sorted         torch's grouped products        torch's grouped products
+    gather         a copy of each token's experts  a copy of each pair's matrices
+
+Legend: T tokens, n experts, k slots, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted
+
+Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
+# A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
+_METHODS: dict[str, Callable[..., Dispatch]] = {
+    "dense": partial(Dense, all_columns=True),
+    "blocks": partial(InParts, Blocks),
+    "sorted": partial(InParts, Sorted),
+    "gather": Gather,
+    "dense-blocks": partial(InParts, Blocks, all_columns=True),
+    "dense-sorted": partial(InParts, Sorted, all_columns=True),
+}
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """
+    Where one method becomes faster than another on a kind of device.
+
+    Args:
+        columns: with at most so many columns n·r, one product of the tokens with all experts beats products by pair.
+        pair_columns: the same for products of pairs, of mixing "output".
+        pairs: with at most so many pairs T·k (decoding), sorting costs more than it saves.
+        narrow_pairs: with at most so many, copies of their experts' matrices beat even narrow products with all.
+        grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
+            multiplies one expert after the other, and no CUDA graph can be captured.
+    """
+
+    columns: int
+    pair_columns: int
+    pairs: int
+    narrow_pairs: int
+    grouped: tuple[torch.dtype, ...] = ()
+
+
+# The CPU's are measured (`python -m benchmarks.dispatch`). A GPU's come from a roofline of an H100
+# (`python -m benchmarks.launches --methods`), until one has been measured (`python -m benchmarks.gpu`).
+_GPU = Crossovers(columns=1024, pair_columns=512, pairs=32, narrow_pairs=32)
+DEVICES = {
+    "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=4),
+    "gpu": _GPU,
+    "cuda 9": replace(_GPU, grouped=(torch.bfloat16,)),  # H100, H200
+    "cuda 10": replace(_GPU, grouped=(torch.bfloat16,)),  # B200
+}
+
+
+@torch.compiler.assume_constant_result
+def device_kind(device: torch.device) -> str:
+    """The device's key in `DEVICES`. Of NVIDIA's GPUs those of one major compute capability are alike."""
+    if device.type in ("cpu", "meta"):
+        return "cpu"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        kind = f"cuda {torch.cuda.get_device_capability(device)[0]}"
+        return kind if kind in DEVICES else "gpu"
+    return "gpu"
+
+
+_pinned: Method = "auto"
+
+
+@contextmanager
+def pin_dispatch(method: Method) -> Iterator[None]:
+    """
+    A context manager: inside the block, the experts are computed by one fixed method, whatever the number of tokens.
+
+    All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to compare methods.
+
+    Args:
+        method: `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks,
+            batched products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of
+            the expert's matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's
+            input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
+            which holds outside the block: chosen by measured crossover points.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, pin_dispatch
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> with pin_dispatch("blocks"):
+    ...     outputs = model(**base.dummy_inputs)
+    ```
+    """
+    global _pinned
+    if method not in ("auto", *_METHODS):
+        raise ValueError(f"pin_dispatch: method={method!r}: use one of {['auto', *_METHODS]}")
+    before, _pinned = _pinned, method
+    try:
+        yield
+    finally:
+        _pinned = before
+
+
+def choose_method(
+    tokens: int,
+    k: int,
+    num_experts: int,
+    r: int,
+    unit: int,
+    dtype: torch.dtype,
+    mixes_outputs: bool,
+    device: torch.device,
+) -> Method:
+    """
+    The fastest method for a batch.
+
+    Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
+    (`Dispatch.update`), so soon products with all experts are as fast, as long as they are narrow.
+    Mixing "output" takes blocks for many pairs, or a GPU's grouped products, which need no padding.
+
+    Args:
+        unit: a common divisor of the rank and all widths.
+    """
+    if _pinned != "auto":
+        if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
+            raise ValueError(
+                f"pin_dispatch({_pinned!r}): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
+            )
+        return _pinned
+    best = DEVICES[device_kind(device)]
+    columns = num_experts * r
+    narrow = columns <= best.columns
+    if narrow and not mixes_outputs:
+        few = tokens == 1 or 2 * tokens * k <= num_experts  # all experts would be more to read
+        return "gather" if few and tokens * k <= best.narrow_pairs else "dense"
+    if tokens * k <= (best.narrow_pairs if narrow else best.pairs):
+        return "gather"
+    if tokens * k <= best.pairs or columns <= best.pair_columns:
+        return "dense"
+    if dtype in best.grouped and _has_grouped_mm(unit, dtype):
+        return "dense-sorted" if narrow else "sorted"
+    return "dense-blocks" if narrow else "blocks"
+
+
+def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
+    """
+    Whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64; under
+    torch.compile, its shape function requires bfloat16.
+    """
+    supported = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
+    return supported and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
+
+
+def make_dispatch(
+    experts_TK: torch.Tensor,
+    gates_TK: torch.Tensor,
+    num_experts: int,
+    r: int,
+    unit: int,
+    scaling: float,
+    mixes_outputs: bool,
+) -> Dispatch:
+    """The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens."""
+    tokens, k = experts_TK.shape
+    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
+    if not tokens:  # what batched and grouped products do without rows depends on the device
+        method = "dense"
+    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

@@ -35,6 +35,9 @@ _LORA_SETTINGS = {
     "lora_bias": False,
     "loftq_config": None,
     "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "ensure_weight_tying": False,
 }
 _TYPES = get_type_hints(RouterSettings)
 _Settings: Any = make_dataclass(
@@ -111,8 +114,9 @@ class MoELoraConfig(_Settings, PeftConfig):
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
             D and B is U.
-        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication: Arguments of `LoraConfig`, accepted
-            at the values that ask for nothing, so that those of a tutorial need not be taken out.
+        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication, target_parameters,
+            trainable_token_indices, ensure_weight_tying: Arguments of `LoraConfig`, accepted at the values that ask for
+            nothing, so that those of a tutorial need not be taken out.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.

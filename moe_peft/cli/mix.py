@@ -62,6 +62,10 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
     for way, losses in measured.losses.items():
         table.add_row(way, *(f"{losses[name]:.4f}" for name in (*labels, "mean")))
     console.print(table)
+    if len(labels) < n:
+        console.print(
+            f"measured on rows of {', '.join(labels)} alone: --test-data may have those of all", highlight=False
+        )
     for line in measured.verdict():
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -199,6 +199,9 @@ def test_an_expert_joins_with_its_own_texts_alone(case, tmp_path):
     join = {"adapters": [str(case / "d")], "add_to": str(tmp_path / "three")}
     after = made("joined", data=[str(tmp_path / "own.jsonl")], test_data=None, **join)
     file = made("file", data=[str(tmp_path / "own.jsonl")], label_column=None, test_data=None, **join)
+    tested = {"adapters": [str(case / "d")], "data": [str(tmp_path / "own.jsonl")], "add_to": str(tmp_path / "three")}
+    made("tested", test_data=[str(case / "four.jsonl")], **tested)
+    assert list(json.loads((tmp_path / "tested/mix.json").read_text())["reached"]) == ALL
     anew = made("anew", data=[str(case / "four.jsonl")], adapters=[str(case / name) for name in ALL], test_data=None)
     assert list(json.loads((tmp_path / "joined/mix.json").read_text())["reached"]) == ["d"]
     for key, value in after.items():

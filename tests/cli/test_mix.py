@@ -121,7 +121,7 @@ BAD = {
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models='{case}/a': is a LORA adapter; give"
     ),
     "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
-    "too short": ({"max-length": "1"}, "none of 6 examples has a token to score; raise max_length"),
+    "too short": ({"max-length": "1"}, "max_length=1: no example keeps a token to learn from"),
 }  # fmt: skip
 
 

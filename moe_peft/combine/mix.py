@@ -292,6 +292,12 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         mixture = None
         if settings.add_to is not None:
             mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
+            n = mixture.config.num_experts
+            if (settings.replace or 0) >= n:
+                raise InputError(f"replace={settings.replace}: {mixture} has experts 0 to {n - 1}")
+            n += settings.replace is None
+            if len(labels) != n:
+                raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
         base, tokenizer = common_base([*adapters, *([] if mixture is None else [mixture])]), adapters[0].tokenizer
         check_tokenizer(tokenizer, base.config, adapters[0])
         warn_of_templates([*adapters, *([] if mixture is None else [mixture])])
@@ -307,11 +313,9 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             mixing, attention = settings.mixing or "output", settings.attention or "auto"
             model, changed = lora_to_moe(loaded, paths, attention=attention, top_k=top_k, mixing=mixing), None
         else:
-            model = put_expert(loaded, mixture.path, paths[0], settings.replace)
             expert = settings.replace if settings.replace is not None else len(labels) - 1
-            n, changed = model.peft_config["default"].num_experts, [expert]
-            if len(labels) != n:
-                raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
+            model = put_expert(loaded, mixture.path, paths[0], settings.replace, labels[expert])
+            changed = [expert]
         config = model.peft_config["default"]
         config.revision, config.expert_names = base.revision, labels
         if batches is not None and any((batch["expert"] != len(labels) - 1).any() for batch in batches):

@@ -2,6 +2,8 @@
 # make test   sets up and runs the tests (eight minutes on two idle cores)
 # make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
+# make test-latest  sets up the newest versions of everything (7 GB, as torch's newest wheel brings CUDA), runs the tests
+#                   without the slow ones, and prints the table of docs/versions.md
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
@@ -15,9 +17,10 @@ RUN := $(VENV)/bin/python
 DEMO ?= .venv-demo
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
+LATEST ?= .venv-latest
 VLLM ?= .venv-vllm
 
-.PHONY: setup demo test test-fast test-lowest test-engines test-vllm fuzz check format docs bench clean
+.PHONY: setup demo test test-fast test-lowest test-latest test-engines test-vllm fuzz check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -53,6 +56,14 @@ test-lowest: $(LOWEST)/.ready
 		test_versions.py utils/test_compat.py adapter/test_lifecycle.py adapter/test_router_outputs.py \
 		training/test_sft_trainer.py training/test_router_losses.py native/test_export.py native/test_serving.py \
 		cli/test_main.py upit/test_recipe.py upit/test_pipeline.py::test_result_is_an_adapter_like_any_other)
+
+# What is newest changes, so it is looked up each time.
+test-latest:
+	$(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n 2 --dist worksteal -m 'not slow' \
+		--ignore tests/training/test_engines.py
+	$(LATEST)/bin/python -m compatibility.versions
 
 # Minutes of training in two processes, with DeepSpeed, which would make every import of the other tests slower.
 test-engines: setup
@@ -90,4 +101,4 @@ bench: setup
 	$(RUN) -m benchmarks.dispatch
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(LOWEST) $(VLLM) .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) $(LOWEST) $(LATEST) $(VLLM) .cache .pytest_cache .mypy_cache .ruff_cache

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import Field, InitVar, dataclass, field, fields, make_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from peft import PeftConfig, PeftType
 
 from ..routing.routers import ROUTERS, Router, RouterSettings
-from ..utils.compat import private
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_settings, setting
 from .experts import EXPERTS, Experts
-
-_get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
 # Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
 EXPERT_FIELDS = (
@@ -303,8 +301,8 @@ class MoELoraConfig(_Settings, PeftConfig):
 
 
 def by_pattern(pattern: dict[str, Any], module_name: str, default: Any) -> Any:
-    """A module's value in `rank_pattern` or another pattern of PEFT's form."""
-    return pattern.get(_get_pattern_key(pattern.keys(), module_name), default)
+    """A module's value in `rank_pattern` or another of PEFT's patterns: of the first key that its name ends with."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module_name)), default)
 
 
 def _attention_size(config: Any) -> int:

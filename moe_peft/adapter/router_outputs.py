@@ -164,15 +164,12 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bo
     sync_config(module, getattr(module, "peft_config", {}))
 
     # Whether router logits are wanted: the call's argument says so, else the config. A dense model does not know it.
-    # TRL's fused forward does, and adds transformers' balancing loss, which is NaN for a batch of padding alone. So it
-    # is not asked for it, except under torch.compile: where that forward breaks the graph, the collection is lost.
+    # TRL's fused forward does, and adds transformers' balancing loss, which is NaN for a batch of padding alone.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
-    keep = fused and torch.compiler.is_compiling()
-    asked = (kwargs.get if keep else kwargs.pop)("output_router_logits", None)
+    asked = kwargs.pop("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
-    if not keep:
-        kwargs = {**kwargs, **({"output_router_logits": False} if fused else overrides)}
+    kwargs = {**kwargs, **({"output_router_logits": False} if fused else overrides)}
 
     begin(module, args, kwargs, attached=by_config if asked is None else bool(asked), explicit=bool(asked))
     return args, kwargs
@@ -188,11 +185,11 @@ def _overrides(module: nn.Module) -> dict[str, bool]:
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
     # Only what belongs to this model or its backbone; the owner's pass ends here, also where its forward raised.
-    collection = state.collection
+    collection = state.current.collection
     if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
         return None
     if module is collection.owner:
-        state.collection = collection.outer
+        state.current.collection = collection.outer
     if output is None:  # the forward raised
         return None
 
@@ -206,8 +203,6 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if kwargs.get("fused_lm_head") and module is not module.base_model:
-        if output.get("aux_loss") is not None:
-            return None
         output["aux_loss"] = output["loss"].new_zeros(())  # there may be no router; its class has no `router_logits`
     elif isinstance(output, dict):
         output = _with_router_logits(output, router_logits)

@@ -58,9 +58,16 @@ class Collection:
         return self.attached or self.of_backbone or len(self.observers) > 0
 
 
-class State(threading.local):
-    def __init__(self) -> None:  # in each thread; torch.compile of torch 2.11 takes a class attribute for a constant
+class Current:
+    """A thread's current collection. torch.compile loses what was set on a thread-local object where a graph breaks."""
+
+    def __init__(self) -> None:  # torch.compile of torch 2.11 takes a class attribute for a constant
         self.collection: Collection | None = None
+
+
+class State(threading.local):
+    def __init__(self) -> None:  # in each thread
+        self.current = Current()
 
 
 state = State()
@@ -74,7 +81,7 @@ def outer_collection(module: nn.Module) -> Collection | None:
     That of the forward pass around one of `module`. Neither a model nor its backbone calls itself or the other way
     round: such a call was left by Ctrl-C, on which torch runs no hooks.
     """
-    outer = state.collection
+    outer = state.current.collection
     while outer is not None and (outer.owner is module or outer.owner is getattr(module, "base_model", None)):
         outer = outer.outer
     return outer
@@ -91,7 +98,7 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
         mask = None
     observers = _observers.get(module.base_model, ())
     outer = outer_collection(module)
-    state.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
+    state.current.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
 
 
 def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str
 
 def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
     """Called by a layer with its router's logits. It replaces them only under reentrant checkpointing (below)."""
-    collection = state.collection
+    collection = state.current.collection
     if collection is None:
         return _with_pending_gradient(router, logits_TN)
     if collection.enabled:
@@ -117,7 +124,7 @@ def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
 
 def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
     """Called by a layer after its router."""
-    collection = state.collection
+    collection = state.current.collection
     if collection is not None and collection.enabled:
         collection.choices.append((experts_TK, gates_TK.detach()))
 
@@ -164,16 +171,16 @@ def notify(collection: Collection) -> None:
 
 
 def _end_native(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    collection = state.collection
+    collection = state.current.collection
     if collection is not None and collection.owner is module:
-        state.collection = collection.outer
+        state.current.collection = collection.outer
         if output is not None and collection.logits:  # None: the forward raised
             notify(collection)
 
 
 def _see_gate(gate: nn.Module, args: tuple, output: Any, index: int) -> None:
     """After a native gate, most of which return (logits, gates, experts); not if a checkpointed layer runs again."""
-    collection = state.collection
+    collection = state.current.collection
     if collection is None or not collection.enabled:
         return
     logits = output[index] if isinstance(output, tuple) else output
@@ -202,7 +209,7 @@ def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
 @torch.compiler.disable
 def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     """The ids of the tokens that a router is about to route, from their hidden states [T, d]."""
-    collection, count = state.collection, len(x_TD)
+    collection, count = state.current.collection, len(x_TD)
     ids = None if collection is None else collection.token_ids
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"

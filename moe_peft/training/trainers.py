@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, pack_dataset
@@ -20,7 +20,6 @@ from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from ..utils.loading import changed_embeddings, read_config, read_tokenizer
 from ..utils.messages import InputError
-from ..utils.model_card import TAGS
 from .data import check_answers, check_learnable
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .mixins import NativeResumeMixin
@@ -104,7 +103,6 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     ```
     """
 
-    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, *TAGS]
     data_collator: Any
     _signature_columns: Any
 
@@ -268,5 +266,3 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     >>> result = trainer.train()
     ```
     """
-
-    _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, *TAGS]

@@ -9,6 +9,7 @@ from typing import Any
 import trl
 from peft import PeftModel
 
+from ..models.introspection import base_model
 from ..utils.model_card import load_card, write_model_card
 from .mixins import FiniteWeightsMixin
 
@@ -53,7 +54,7 @@ class ModelCardMixin(FiniteWeightsMixin):
             folder,
             base=None if isinstance(model, PeftModel) else model.config._name_or_path,
             training=self.training_facts(),
-            tags=[*self._tag_names, *tags],  # type: ignore[attr-defined]
+            tags=[*(getattr(base_model(model), "model_tags", None) or ()), *tags],
             repo=getattr(self, "hub_model_id", None) if is_pushed else None,
             **options,
         )

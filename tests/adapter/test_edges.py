@@ -67,11 +67,11 @@ def check_without_tokens(layer: MoELoraLayer, x: torch.Tensor, forward: Callable
     """The output is the base's, and every parameter gets a zero gradient, not none; routing is recorded."""
     layer.zero_grad()
     collection = Collection(layer, attached=True, token_ids=torch.zeros(x.shape[:-1], dtype=torch.long))
-    state.collection = collection if forward is None else None
+    state.current.collection = collection if forward is None else None
     try:
         output = layer(x) if forward is None else forward(x)
     finally:
-        state.collection = None
+        state.current.collection = None
     base = layer.base_layer(x)
     assert (output.shape, output.dtype) == (base.shape, base.dtype)
     output.sum().backward()

@@ -104,7 +104,7 @@ def test_layer_and_its_gradients_are_the_loops(mixing, k, monkeypatch):
         return dict.fromkeys(chosen(next(tokens), salts, k), torch.tensor(1 / k, dtype=x.dtype))
 
     monkeypatch.setattr(reference_module._Loop, "_gates", gates)
-    monkeypatch.setattr(state, "collection", Collection(layer, token_ids=IDS))
+    monkeypatch.setattr(state.current, "collection", Collection(layer, token_ids=IDS))
     assert x.shape == (18, D)
     assert_same(run(layer, x, d_output), reference(layer, x, d_output), 1e-12)
 

@@ -1,0 +1,25 @@
+"""
+The versions that are installed here, as rows for docs/versions.md. `make test-latest` prints them after its tests.
+
+    python -m compatibility.versions
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+PACKAGES = ("transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes", "torchao", "lm_eval")
+
+
+def main() -> None:
+    import torch
+
+    print("| package | newest version |\n|---|---|")
+    print(f"| Python | {platform.python_version()} |\n| torch | {torch.__version__} |")
+    for name in PACKAGES:
+        print(f"| {name} | {version(name)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,9 @@ _LORA_SETTINGS = {
     "lora_bias": False,
     "loftq_config": None,
     "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "ensure_weight_tying": False,
 }
 _TYPES = get_type_hints(RouterSettings)
 _Settings: Any = make_dataclass(
@@ -91,6 +94,7 @@ class MoELoraConfig(_Settings, PeftConfig):
         bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
+        expert_names: Names of the experts, in order, for reports and `moe_peft.force_experts`; None: 0, 1, ….
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
@@ -108,8 +112,9 @@ class MoELoraConfig(_Settings, PeftConfig):
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
             D and B is U.
-        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication: Arguments of `LoraConfig`, accepted
-            at the values that ask for nothing, so that those of a tutorial need not be taken out.
+        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication, target_parameters,
+            trainable_token_indices, ensure_weight_tying: Arguments of `LoraConfig`, accepted at the values that ask for
+            nothing, so that those of a tutorial need not be taken out.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
@@ -144,6 +149,7 @@ class MoELoraConfig(_Settings, PeftConfig):
     layers_to_transform: list[int] | int | None = setting(None, "Layer indices to adapt.")
     layers_pattern: list[str] | str | None = setting(None, "Name of the layer list.")
     modules_to_save: list[str] | None = setting(None, "Other modules to train in full and save.")
+    expert_names: list[str] | None = setting(None, "Names of the experts, in order.")
     num_experts_pattern: dict[str, int] = setting(dict, "Number of experts by module name or regex.", COUNT)
     top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
@@ -194,8 +200,12 @@ class MoELoraConfig(_Settings, PeftConfig):
             self._fail("layers_pattern", "set layers_to_transform too")
         if self.target_projections is not None and not self.target_projections:
             self._fail("target_projections", "name at least one, or leave it out for all")
-        if self.num_shared_experts and max([self.num_experts, *self.num_experts_pattern.values()]) == 1:
+        most = max([self.num_experts, *self.num_experts_pattern.values()])
+        if self.num_shared_experts and most == 1:
             self._fail("num_shared_experts", "without routed experts, raise r instead")
+        names = self.expert_names
+        if names is not None and (len({*names}) < len(names) or len(names) != most):
+            self._fail("expert_names", f"give {most} different names, one for each expert, or leave them out")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
             other = "" if "mixing" in experts.unread else "mixing='projection', or "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -16,6 +16,7 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import pad
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
@@ -24,15 +25,29 @@ from ..utils.model_card import write_model_card
 from .base_model import short_names
 from .config import EXPERT_FIELDS, MoELoraConfig, by_pattern
 from .experts import EXPERTS, Experts
-from .ffn_layout import find_layout
+from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
 
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
+Attention: TypeAlias = Literal["route", "mean", "auto"]
 _PREFIX = "base_model.model."
-# Fields of a LoRA that an expert cannot have, with the value that means none of it.
-_PLAIN = {
-    "use_dora": False, "bias": "none", "lora_bias": False, "modules_to_save": None, "alora_invocation_tokens": None,
-}  # fmt: skip
+# What a LoRA may have and an expert cannot: field → the value that means none of it, beside None and empty ones; why.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "use_dora": (False, "DoRA scales the whole weight anew; train a LoRA without it"),
+    "bias": ("none", "biases of the base were trained; train a LoRA without them"),
+    "lora_bias": (False, "an expert has no bias; train a LoRA without it"),
+    "modules_to_save": (None, "these were trained in full, and experts share all but their LoRAs; train without them"),
+    "trainable_token_indices": (None, "embeddings of tokens were trained, which experts share; train without them"),
+    "target_parameters": (None, "LoRAs on parameters of a MoE have no place in an expert; adapt linear layers"),
+    "alora_invocation_tokens": (None, "it is active after some tokens alone; train an ordinary LoRA"),
+    "layer_replication": (None, "its base has some layers several times; train a LoRA of the base as it is"),
+    "use_qalora": (False, "its A reads means of inputs; train an ordinary LoRA"),
+    "use_bdlora": (None, "its matrices are block-diagonal; train an ordinary LoRA"),
+    "kasa_config": (None, "it changes the base's weights; train an ordinary LoRA"),
+    "monteclora_config": (None, "it has weights beside A and B; train an ordinary LoRA"),
+    "arrow_config": (None, "it routes between LoRAs itself; give these"),
+}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight", "embed_out.weight")
 # Initial values by name that leave the base's weights as they are.
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 
@@ -69,29 +84,35 @@ def lora_to_moe(
     model: nn.Module,
     adapters: Sequence[Adapter],
     adapter_name: str = "default",
+    *,
+    attention: Attention = "route",
     **settings: Any,
 ) -> PeftModel:
     """
     Build a MoE adapter whose experts are the given plain LoRA adapters.
 
-    FFN projections become FFN experts; other linears, such as those of attention, get their own experts and router.
-    Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B, which an optimizer like
-    Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A module that an adapter lacks
-    gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them without training.
+    FFN projections become FFN experts. Other linears, such as those of attention, get experts and a router of their
+    own, or with `attention="mean"` one ordinary LoRA of rank n·r, the exact mean of the updates, which `export_adapter`
+    merges into the base. Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B,
+    which an optimizer like Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A
+    module that an adapter lacks gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them
+    without training.
 
     Args:
         model: the base model, without adapters.
         adapters: folders of saved LoRA adapters, models holding one (its active adapter is taken), or what
             `expert_to_lora` returns.
         adapter_name: the new adapter's name.
+        attention: what becomes of the updates of linears outside FFNs: `"route"`; `"mean"`; or `"auto"`, their mean
+            where some adapter updates an FFN, which is routed.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
     Returns:
         The base model with the MoE adapter, trainable.
 
     Raises:
-        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
-            `settings` has a field that the adapters determine.
+        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter;
+            `settings` has a field that the adapters determine; or, with `attention="mean"`, none updates an FFN.
 
     Example:
 
@@ -121,11 +142,26 @@ def lora_to_moe(
             "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
         )
     loras, targets = _read_loras(model, adapters)
-    settings.setdefault("task_type", loras[0].config.task_type)
+    # The model's task: adapters may name another, which nothing of a LoRA depends on.
+    is_causal = type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
+    settings.setdefault("task_type", "CAUSAL_LM" if is_causal else loras[0].config.task_type)
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
-    config = MoELoraConfig(num_experts=len(loras), **_determined(loras, targets), **settings)
-    matrices = _stacked(loras, targets, config.expert_spec(""))
+    determined = _determined(loras, targets)
+    averaged = outside_ffns(model, targets) if attention != "route" else set()
+    if averaged == targets.keys() and attention == "auto":
+        averaged = set()
+    if averaged == targets.keys():
+        raise InputError(
+            "lora_to_moe: attention='mean': no adapter updates an FFN, so there is nothing to route; use 'route', or "
+            "merge them with PEFT's add_weighted_adapter"
+        )
+    if averaged:  # alpha / (n r) is the scaling of an expert, divided by n
+        names = sorted(short_names(averaged, [name for name, _ in model.named_modules()]))
+        determined["num_experts_pattern"] = dict.fromkeys(names, 1)
+        determined["rank_pattern"] = dict.fromkeys(names, len(loras) * determined["r"])
+    config = MoELoraConfig(num_experts=len(loras), **determined, **settings)
+    matrices = _stacked(loras, targets, config.expert_spec(""), averaged)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
@@ -136,6 +172,30 @@ def lora_to_moe(
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
     return peft_model
+
+
+def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLinear]:
+    """The linears with one LoRA that is the mean of the experts', as `attention="mean"` makes them, by their paths."""
+    config = model.peft_config[adapter_name]
+    layers = ((p, m) for p, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLinear))
+    return {
+        path: layer
+        for path, layer in layers
+        if (spec := layer.moe_lora_spec.get(adapter_name)) is not None
+        and (spec.num_experts, spec.rank, spec.use_rslora) == (1, config.num_experts * config.r, False)
+    }
+
+
+def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:
+    """Those of a model's linears that belong to no FFN of a known layout."""
+
+    def is_outside(name: str) -> bool:
+        owner, _, projection = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        layout = find_layout(parent) or layout_in_layer(parent)
+        return layout is None or projection not in layout.projections
+
+    return {name for name in modules if is_outside(name)}
 
 
 def determined_fields(model: nn.Module, adapters: Sequence[Adapter]) -> dict[str, Any]:
@@ -163,11 +223,11 @@ def _scaling(loras: Sequence[_Lora]) -> float:
 
 
 def _stacked(
-    loras: Sequence[_Lora], targets: dict[str, tuple[str, str]], experts: Experts
+    loras: Sequence[_Lora], targets: Iterable[str], experts: Experts, averaged: Collection[str]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """
     The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
-    and a module that an adapter lacks is zero in its expert.
+    and a module that an adapter lacks is zero in its expert. Of `averaged` modules, one LoRA that is the sum of all.
     """
     scaling, stacked = _scaling(loras), {}
     for module in targets:
@@ -182,6 +242,8 @@ def _stacked(
             missing, factor = experts.rank - len(lora.A[module]), lora_scaling(lora.config, module) / scaling
             A.append(pad(lora.A[module], (0, 0, 0, missing)))
             B.append(pad(lora.B[module] if factor == 1 else lora.B[module] * factor, (0, missing)))
+        if module in averaged:
+            A, B = [torch.cat(A)], [torch.cat(B, dim=1)]
         try:
             stacked[module] = experts.from_loras(A, B)
         except InputError as error:
@@ -309,13 +371,13 @@ def _matrices_of(
 
 def _read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
     """Adapters that fit the base model, and the target of each of their modules: its MoE layer and projection."""
-    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
+    loras = [_read_lora(adapter, i, model) for i, adapter in enumerate(adapters)]
     for lora in loras:
         _check_fits(lora, model)
     return loras, {module: _target(model, module) for lora in loras for module in lora.A}
 
 
-def _read_lora(source: Adapter, index: int) -> _Lora:
+def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     """Read a LoRA adapter and check that it is a plain one."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
@@ -324,11 +386,9 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
     config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         raise InputError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
-    for field, plain in _PLAIN.items():
-        if getattr(config, field, plain) != plain:
-            raise InputError(
-                f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
-            )
+    for field, (plain, why) in _REFUSED.items():
+        if (value := getattr(config, field, None)) and value != plain:
+            raise InputError(f"lora_to_moe: {name}: {field}={value!r}: {why}")
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
         raise InputError(
             f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
@@ -339,6 +399,9 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
     B: dict[str, torch.Tensor] = {}
     for key, tensor in state.items():
         module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+        if module.endswith(_EMBEDDINGS):
+            _check_embeddings(name, module, tensor, model)
+            continue
         if kind not in ("A.weight", "B.weight"):
             raise InputError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
         if not tensor.isfinite().all():
@@ -355,6 +418,23 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
                 f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
+
+
+def _check_embeddings(name: str, key: str, tensor: torch.Tensor, model: nn.Module) -> None:
+    """Embeddings and heads, which PEFT saves with an adapter if tokens were added, must be the base's."""
+    base = dict(model.named_parameters(remove_duplicate=False)).get(key)
+    if base is None:
+        raise InputError(f"lora_to_moe: {name}: {key}: the base model has no such weight; is it the adapter's base?")
+    if base.shape != tensor.shape:
+        raise InputError(
+            f"lora_to_moe: {name}: {key} has {len(tensor)} rows, the base's {len(base)}: tokens were added, and "
+            "experts share embeddings; save the base with these, and train on that"
+        )
+    if not base.is_meta and not torch.equal(tensor.to(base), base):
+        raise InputError(
+            f"lora_to_moe: {name}: {key} is not the base's: it was trained, and experts share it; train without it, or "
+            "save the base with it"
+        )
 
 
 def _check_fits(lora: _Lora, model: nn.Module) -> None:

@@ -131,7 +131,8 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
     choice = (
         f"Each token goes to {k} of {n} experts, which a router chooses, in each of {len(statistics.sizes)} layers."
     )
-    lead = [choice, load_line(health, has_map), who_serves_what(shares)]
+    names = about.get("expert_names")
+    lead = [choice, load_line(health, has_map), who_serves_what(shares, names)]
     facts = [
         f"Model: `{about['model']}` ({how})",
         f"Size: {ModelSize(**about['size'])}",
@@ -148,12 +149,12 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         figures = {file.stem: file for file in files if file.suffix in _TYPES}
         figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
-            shares_section(shares, figures["load"], tokens, statistics.sizes),
+            shares_section(shares, figures["load"], tokens, statistics.sizes, names),
             *_compliance(statistics, figures),
             load_section(health, has_map),
             _layers(statistics),
-            *_similarity(about["similarity"], about["similarity_of"]),
-            *_token_classes(statistics, figures),
+            *_similarity(about["similarity"], about["similarity_of"], names),
+            *_token_classes(statistics, figures, names),
             *_coactivation(figures),
         ]
         subject = f"MoE-LoRA on {model_name(about['base'])}" if about["base"] else model_name(about["model"])
@@ -185,12 +186,13 @@ def load_line(health: LoadHealth, wanted: bool = False) -> str:
     }[health.status]
 
 
-def who_serves_what(shares: Mapping[str, torch.Tensor]) -> str:
+def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | None = None) -> str:
     """
     Which experts serve mostly one domain, in the layer that tells domains apart most, in a sentence; "" for one domain.
 
     Args:
         shares: domain → each expert's share of its layer's assignments, [L, n].
+        names: of the experts.
     """
     if len(shares) < 2:
         return ""
@@ -200,11 +202,12 @@ def who_serves_what(shares: Mapping[str, torch.Tensor]) -> str:
     served = defaultdict(list)
     for expert, (part, domain) in enumerate(zip(*part_DN.max(0), strict=True)):
         if part > 0.5:
-            served[list(shares)[domain]].append(str(expert))
+            served[list(shares)[domain]].append(_name(expert, names))
     if not served:
         domain, expert = divmod(int(part_DN.argmax()), part_DN.shape[1])
         part = f"{float(part_DN.max()):.0%} of its tokens from {list(shares)[domain]} (even: {1 / len(shares):.0%})"
-        return f"No expert serves mostly one domain: the most one-sided, expert {expert} of layer {layer}, has {part}."
+        one = f"expert {_name(expert, names)} of layer {layer}"
+        return f"No expert serves mostly one domain: the most one-sided, {one}, has {part}."
     parts = [
         f"{_listed(experts, 'expert')} serve{'s' * (len(experts) == 1)} mostly {d}" for d, experts in served.items()
     ]
@@ -250,6 +253,7 @@ def shares_section(
     figure: Path,
     tokens: Mapping[str, str] | None = None,
     sizes: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
 ) -> Section:
     """
     Where each domain's tokens go.
@@ -259,10 +263,11 @@ def shares_section(
         figure: of the shares.
         tokens: domain → how many.
         sizes: experts of each layer; None: n in all.
+        names: of the experts.
     """
     rows, n = [], max(share_LN.shape[1] for share_LN in shares.values())
     for domain, share_LN in shares.items():
-        rows.append([domain, *([] if tokens is None else [tokens[domain]]), strongest(share_LN, _BUSIEST)])
+        rows.append([domain, *([] if tokens is None else [tokens[domain]]), strongest(share_LN, _BUSIEST, names)])
     least, most = (1 / size for size in (max(sizes or [n]), min(sizes or [n])))
     even = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}, by the layer's number of experts"
     return Section(
@@ -279,11 +284,18 @@ def shares_section(
     )
 
 
-def strongest(share_LN: torch.Tensor, form: str = "{layer}: {expert} ({share:.0%})") -> str:
+def strongest(
+    share_LN: torch.Tensor, form: str = "{layer}: {expert} ({share:.0%})", names: Sequence[str] | None = None
+) -> str:
     """The experts with the largest share in the three layers where that is largest; shares are [L, n]."""
     best_L, expert_L = share_LN.max(1)
     layers = best_L.topk(min(3, len(best_L))).indices.tolist()
-    return ", ".join(form.format(layer=i, expert=int(expert_L[i]), share=float(best_L[i])) for i in layers)
+    best = ((i, _name(int(expert_L[i]), names), float(best_L[i])) for i in layers)
+    return ", ".join(form.format(layer=i, expert=expert, share=share) for i, expert, share in best)
+
+
+def _name(expert: int, names: Sequence[str] | None) -> str:
+    return str(expert) if names is None else names[expert]
 
 
 def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> Section:
@@ -321,7 +333,7 @@ def _layers(statistics: RoutingStatistics) -> Section:
     return Section("Load of each layer", [text], header=header, rows=rows)
 
 
-def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Section]:
+def _similarity(similarity: list[list[float]] | None, of: str, expert_names: Sequence[str] | None) -> Iterator[Section]:
     alike = likeness(similarity)
     if similarity is None or alike is None:
         return
@@ -329,7 +341,7 @@ def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Secti
         f"Cosine of the experts' {of}, over all layers: 1 says that two experts are the same, 0 that they have nothing "
         f"in common. Here it is {alike.mean:.3f} on average, from {alike.smallest:.3f} to {alike.largest:.3f}."
     )
-    names = [str(i) for i in range(len(similarity))]
+    names = [_name(i, expert_names) for i in range(len(similarity))]
     rows = [[name, *(f"{value:.2f}" for value in row)] for name, row in zip(names, similarity, strict=True)]
     small = len(similarity) <= _MOST_CELLS
     yield Section("How alike the experts are", [text], header=["expert", *names], rows=rows if small else [])
@@ -360,13 +372,16 @@ def _coactivation(figures: Mapping[str, Path]) -> Iterator[Section]:
         yield Section("Which experts work together", [text], figure=figures["coactivation"])
 
 
-def _token_classes(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> Iterator[Section]:
+def _token_classes(
+    statistics: RoutingStatistics, figures: Mapping[str, Path], names: Sequence[str] | None
+) -> Iterator[Section]:
     if "token_classes" not in figures:
         return
     rows = []
     for name, counts_LN in zip(TOKEN_CLASSES, statistics.class_counts, strict=True):
         if counts_LN.any():
-            rows.append([name, strongest(counts_LN / counts_LN.sum(1, keepdim=True).clamp(min=1), _BUSIEST)])
+            share_LN = counts_LN / counts_LN.sum(1, keepdim=True).clamp(min=1)
+            rows.append([name, strongest(share_LN, _BUSIEST, names)])
     yield Section(
         "Kinds of tokens",
         ["Which experts get each kind of token."],

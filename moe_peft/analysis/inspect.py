@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import tqdm
 
-from ..models.introspection import base_model
+from ..models.introspection import base_model, expert_names
 from ..models.layer import routed_layers
 from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..native.folders import open_folder
@@ -114,6 +114,7 @@ def _about(model: Any) -> dict[str, Any]:
     return {
         **describe(model),
         "base": base_model(model).config._name_or_path if isinstance(model, PeftModel) else None,
+        "expert_names": expert_names(model),
         "size": asdict(model_size(model)),
         "similarity": None if cosines_NN is None else cosines_NN.tolist(),
         "similarity_of": next((layer.compared for layer in routed_layers(model)), "weights"),
@@ -141,7 +142,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
         numbers = (f"{specialization[domain].mean():.0%}", f"{effective[domain].mean():.2f}")
-        cells = [domain, f"{tokens:,}", *numbers, strongest(share_LN)]
+        cells = [domain, f"{tokens:,}", *numbers, strongest(share_LN, names=about["expert_names"])]
         if has_map:
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
         table.add_row(*cells)

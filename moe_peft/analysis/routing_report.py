@@ -109,11 +109,11 @@ def write_files(
     """The files of `write_report`; returns their paths."""
     written = [folder / "routing.json", folder / "load.csv"]
     write_json(written[0], {**statistics.as_dict(), "about": dict(about or {})})
-    shares = statistics.shares()
+    shares, names = statistics.shares(), (about or {}).get("expert_names") or range(max(statistics.sizes))
     rows: list[list[Any]] = []
     for domain, share_LN in shares.items():
         for layer, n in enumerate(statistics.sizes):
-            rows += [[domain, layer, expert, float(share_LN[layer, expert])] for expert in range(n)]
+            rows += [[domain, layer, names[i], float(share_LN[layer, i])] for i in range(n)]
     _write_csv(written[1], ["domain", "layer", "expert", "share"], rows)
     if statistics.allowed is not None:
         written.append(folder / "compliance.csv")

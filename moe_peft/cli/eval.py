@@ -11,7 +11,7 @@ from ..analysis.figures import FORMATS
 from ..evaluation import TaskSettings, evaluate_model
 from ..utils.distributed import leave_processes
 from ..utils.messages import InputError
-from ..utils.validation import Flag, Integer, Seed, Text, read_yaml
+from ..utils.validation import Flag, Integer, Seed, Text
 from .settings import SettingsParser, WeightSettings, joined_by_commas, one_of, settings_of
 
 EXAMPLE = r"""
@@ -23,6 +23,11 @@ _TaskSettings: Any = settings_of(TaskSettings)
 _Index = Annotated[Integer, Field(ge=0, le=2**16)]
 
 
+def _expert(text: str) -> int | str:
+    """An index or a name."""
+    return int(text) if text.isdecimal() else text
+
+
 class EvalSettings(WeightSettings, _TaskSettings):
     """The settings of `moe-peft eval`."""
 
@@ -31,8 +36,8 @@ class EvalSettings(WeightSettings, _TaskSettings):
         None, description="an adapter's base, by default the one that it names; else a model to compare with"
     )
     no_base: Flag = Field(False, description="do not evaluate an adapter's base beside it")
-    experts: Annotated[list[_Index], joined_by_commas(lambda text: read_yaml(text, "experts"))] | None = Field(
-        None, title="N,N,…", description="let routers choose among these only; a single one gets all tokens"
+    experts: Annotated[list[_Index | Text], joined_by_commas(_expert)] | None = Field(
+        None, title="N,N,…", description="let routers choose among these only, by index or name; one gets all tokens"
     )
     each_expert: Flag = Field(False, description="evaluate each expert alone, too (of --experts, if given)")
     tasks: Annotated[list[Text], joined_by_commas()] = Field(
@@ -68,7 +73,7 @@ def run(settings: EvalSettings) -> None:
         settings.output,
         base=settings.base,
         with_base=not settings.no_base,
-        experts=None if settings.experts is None else sorted(set(settings.experts)),
+        experts=None if settings.experts is None else list(dict.fromkeys(settings.experts)),
         each_expert=settings.each_expert,
         dtype=settings.dtype,
         quantization=settings.quantization,

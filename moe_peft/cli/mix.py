@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from ..combine.held_out import HeldOut
-from ..combine.mix import MixSettings, mix
+from ..combine.mix import MixSettings, labels_of, mix
+from ..native.export import adapted_moe
+from ..native.folders import MoELoraFolder, open_folder
+from ..utils.messages import InputError
 from .settings import SettingsParser
 
 _GROUPS = {
-    "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "add_to", "replace"),
+    "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "add_to",
+                "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
-              "max_length", "batch_size"),
+              "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
 EXAMPLE = r"""
 example, of two LoRA adapters and a file with a few texts for each:
@@ -34,17 +40,19 @@ def parser(prog: str) -> SettingsParser:
 
 def run(settings: MixSettings) -> None:
     measured = mix(settings)
-    if measured is not None:
-        print_held_out(measured)
+    if measured is None:
+        print("not evaluated: give --data, some rows of each expert, to see whether it beats merging the experts")
+    else:
+        print_held_out(measured, labels_of(settings))
+    for line in destinations(settings):
+        print(line)
     print(settings.output)
 
 
-def print_held_out(measured: HeldOut) -> None:
-    """Where held-out tokens go, and the loss of every way to route them."""
+def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
+    """Where held-out tokens go, the loss of every way to route them, and what follows from it."""
     console = Console(markup=False, emoji=False)
-    labels = list(measured.reached)
-    n = len(next(iter(measured.reached.values())))
-    experts = labels if len(labels) == n else [f"expert {i}" for i in range(n)]
+    labels, n = list(measured.reached), len(experts)
     table = Table("tokens of", *experts, title="Where tokens go first")
     for label, shares in measured.reached.items():
         table.add_row(label, *(f"{share:.1%}" for share in shares))
@@ -54,3 +62,37 @@ def print_held_out(measured: HeldOut) -> None:
     for way, losses in measured.losses.items():
         table.add_row(way, *(f"{losses[name]:.4f}" for name in (*labels, "mean")))
     console.print(table)
+    if len(labels) < n:
+        console.print(
+            f"measured on rows of {', '.join(labels)} alone: --test-data may have those of all", highlight=False
+        )
+    for line in measured.verdict():
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def destinations(settings: MixSettings) -> list[str]:
+    """Where a mixture can go, from what it really has."""
+    output = settings.output
+    if settings.models:
+        return [
+            f"a native MoE, for transformers and vLLM as it is (vllm serve {output}); for llama.cpp: moe-peft export "
+            f"--model {output} --format gguf --output {output}.gguf"
+        ]
+    folder = open_folder(output, "output", MoELoraFolder, base=settings.base)
+    lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
+    linears = {len(A_NRI) for key, A_NRI in folder.tensors.items() if key.endswith(".moe_lora_A.weight")}
+    if linears == {1} and not settings.attention:
+        lines.append("attention is the mean of the adapters: try --attention route, too, if you need no export")
+    if linears:
+        lines.append("vLLM: only as an export, since it serves experts on FFNs alone")
+    else:
+        lines.append(f"vLLM, if the base is a Llama, Mistral or Qwen: vllm serve {output}")
+    try:
+        adapted_moe(folder)
+    except InputError as error:
+        return [*lines, f"no export to a native MoE or GGUF: {error}"]
+    return [
+        *lines,
+        f"a native MoE, for vLLM: moe-peft export --adapter {output} --output {output}-moe",
+        f"llama.cpp: moe-peft export --adapter {output} --format gguf --output {output}.gguf",
+    ]

@@ -114,7 +114,7 @@ class SettingsParser(GroupedParser):
             options |= {"nargs": "?", "const": True}
         elif list in kinds and dict not in kinds:
             options |= {"nargs": "+", "action": "extend"}
-        if kinds & {int, float, dict}:
+        if kinds & {int, float, dict} or (bool in kinds and str not in kinds):
             options["type"] = _read
         self.add_argument(*flags, metavar=_metavar(field), help=text, **options)
 

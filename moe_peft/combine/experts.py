@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
-from ..adapter.layers import MoELoraLayer
-from ..adapter.lora_conversion import expert_to_lora, lora_to_moe
+from ..adapter.layers import MoELoraLayer, MoELoraLinear
+from ..adapter.lora_conversion import averaged_linears, expert_to_lora, lora_to_moe
 from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
@@ -28,6 +30,7 @@ def put_expert(
     mixture: str | os.PathLike,
     adapter: str | os.PathLike,
     expert: int | None = None,
+    name: str | None = None,
 ) -> PeftModel:
     """
     Add an expert to a mixture, or replace one. The others keep their LoRAs (with shared experts folded in) and gates;
@@ -38,6 +41,7 @@ def put_expert(
         mixture: folder of a MoE-LoRA adapter.
         adapter: the new expert: a LoRA adapter of the same base, on modules that the mixture has experts in.
         expert: the index of the expert to replace; None: add one.
+        name: of the new expert, where the mixture's have names; None: the last part of `adapter`.
 
     Returns:
         the base with the new mixture, trainable.
@@ -79,9 +83,15 @@ def put_expert(
     model: Any = PeftModel.from_pretrained(base, folder.path)
     gates = _routers(model)
     settings = {name: getattr(config, name) for name in _KEPT} | folder.sized_settings(gates.values())
-    loras = [adapter if i == expert else expert_to_lora(model, i) for i in range(config.num_experts)]
+    if config.expert_names is not None:
+        names, position = list(config.expert_names), config.num_experts if expert is None else expert
+        names[position : position + 1] = [Path(adapter).name if name is None else name]
+        settings["expert_names"] = names
+    averaged = _averaged(model, folder)
+    loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_experts)]
     loras += [adapter] if expert is None else []
-    result = lora_to_moe(model.unload(), loras, **settings)
+    routes = any(isinstance(model.get_base_model().get_submodule(path), MoELoraLinear) for path in gates)
+    result = lora_to_moe(model.unload(), loras, attention="route" if routes else "auto", **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
@@ -94,6 +104,30 @@ def put_expert(
             rows = kept if name in (*config.router_class.expert_rows, "bias_steps") else slice(None)
             value[rows] = old[rows].to(value)
     return result
+
+
+def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
+    """The linears with one LoRA that is the mean of the experts'; an expert's own part cannot be told in another."""
+    averaged = averaged_linears(model, "default")
+    for path, layer in model.get_base_model().named_modules():
+        if isinstance(layer, MoELoraLayer) and not layer.moe_lora_router and path not in averaged:
+            raise InputError(
+                f"{folder}: {path} has one LoRA for all experts, which is not the mean of one for each, as "
+                "`lora_to_moe` makes it with attention='mean'; no expert can join"
+            )
+    return [*averaged]
+
+
+def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """An expert as a LoRA, with its own part of the LoRAs that are a mean."""
+    config, state = expert_to_lora(model, expert)
+    moe = model.peft_config["default"]
+    own = slice(expert * moe.r, (expert + 1) * moe.r)
+    for path in averaged:
+        A, B = f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
+        state[A], state[B] = state[A][own], state[B][:, own]
+        config.rank_pattern[path], config.alpha_pattern[path] = moe.r, moe.lora_alpha
+    return config, state
 
 
 def _routers(model: Any) -> dict[str, Any]:

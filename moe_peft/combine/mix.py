@@ -17,7 +17,8 @@ from pydantic import Field, model_validator
 from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
-from ..models.gate_init import find_gate_init, init_gates
+from ..models.gate_init import Sums, find_gate_init, init_gates
+from ..models.introspection import NAMES_FIELD
 from ..native import UpcycleConfig, upcycle
 from ..native.folders import (
     AdapterFolder,
@@ -34,13 +35,14 @@ from ..routing.expert_map import label_text
 from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import read_json, write_json
-from ..utils.loading import check_tokenizer
+from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
-from ..utils.validation import Count, Integer, Seed, Settings, Text, Texts
+from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
 from .experts import put_expert
 from .held_out import HeldOut, Parts, score, score_mixture
+from .sums import KEPT, SUMS, read_sums, size_of_sums, write_sums
 
 REPORT = "mix.json"
 logger = logging.getLogger("moe_peft")
@@ -72,10 +74,22 @@ class MixSettings(Settings):
     )
     calibration_examples: Count = Field(64, description="of each expert")
     test_examples: Count = Field(64, description="of each expert")
-    top_k: Count | None = Field(None, description="experts per token; default: 2")
+    top_k: Count | None = Field(
+        None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
+    )
+    attention: Literal["route", "mean"] | None = Field(
+        None,
+        description="what LoRAs on attention become: experts with a router for each linear, or one LoRA, their exact "
+        "mean, which can be exported; default: mean, or route where no adapter is on an FFN",
+    )
     mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
     add_to: Text | None = Field(None, description="a MoE-LoRA adapter that the one in --adapters becomes an expert of")
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
+    keep_sums: Flag | None = Field(
+        None,
+        description="keep the sums of gates=ridge beside the mixture, so that --add-to needs texts of the new expert "
+        "alone; default: up to 256 MB",
+    )
     max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
     batch_size: Count = Field(8, description="examples per forward pass")
     dtype: Text = Field("auto", description="of the weights: auto, float32, bfloat16 or float16")
@@ -89,8 +103,14 @@ class MixSettings(Settings):
             (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
             (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
             (self.add_to and len(self.adapters or []) != 1, f"adapters={self.adapters}: one at a time joins add_to"),
-            (self.add_to and (self.top_k or self.mixing), "top_k, mixing: are those of add_to; leave them out"),
-            (self.models and (self.base or self.mixing), "base, mixing: are for adapters; leave them out"),
+            (
+                self.add_to and (self.top_k or self.mixing or self.attention),
+                "top_k, mixing, attention: are those of add_to; leave them out",
+            ),
+            (
+                self.models and (self.base or self.mixing or self.attention),
+                "base, mixing, attention: are for adapters; leave them out",
+            ),
             (
                 self.models and not (way.needs_texts and way.router_type == "linear"),
                 f"gates={self.gates!r}: are those of LoRA adapters; use ridge or prompts with models",
@@ -103,7 +123,9 @@ class MixSettings(Settings):
             (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
         ]
         for name in ("data", "test_data"):
-            wrong = bool(getattr(self, name)) and (len(getattr(self, name)) == 1) == (self.label_column is None)
+            files = getattr(self, name) or []
+            wrong = bool(files) and (len(files) == 1) == (self.label_column is None)
+            wrong = wrong and not (self.add_to and self.replace is None and len(files) == 1)  # it is the new expert's
             rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
         for wrong, message in rules:
             if wrong:
@@ -116,38 +138,62 @@ class MixSettings(Settings):
 
 @dataclass(frozen=True)
 class Source:
-    """Rows by expert, of `--data` or `--test-data`."""
+    """
+    Rows by expert, of `--data` or `--test-data`.
+
+    Args:
+        joins: whether they may be of the last expert alone, as there are sums of the others' texts.
+    """
 
     settings: MixSettings
     labels: Sequence[str]
     tokenizer: Any
+    joins: bool = False
 
     def by_expert(self, field: str) -> list[Dataset] | None:
         """The rows of each expert, with a column `expert`; None if the field is not given."""
         files, column = getattr(self.settings, field), self.settings.label_column
         if files is None:
             return None
-        named = f"--{field.replace('_', '-')}"
+        named, labels = f"--{field.replace('_', '-')}", self.labels
         if column is None:
-            if len(files) != len(self.labels):
-                raise InputError(f"{named}: {len(files)} files for {len(self.labels)} experts; give one for each")
+            labels = labels[-1:] if self.joins and len(files) == 1 else labels
+            if len(files) != len(labels):
+                raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
             parts = [load_data(file, named, None) for file in files]
         else:
             data = load_data(files[0], named, column)
             rows = rows_of_labels(map(label_text, data[column]))
-            for label in self.labels:
+            new = labels[-1 if self.settings.replace is None else self.settings.replace]
+            if self.settings.add_to is not None and rows.keys() & set(labels) == {new}:
+                labels = self._alone(named, new)
+            for label in labels:
                 if label not in rows:
                     raise InputError(
                         f"{choice_error('labels', label, list(rows)[:8])}, which {named} has; name the experts by them"
                     )
-            parts = [data.select(rows[label]) for label in self.labels]
-            if left := rows.keys() - set(self.labels):
+            parts = [data.select(rows[label]) for label in labels]
+            if left := rows.keys() - set(labels):
                 logger.warning("%s: rows of %s are left out: no expert is named so", named, ", ".join(sorted(left)[:8]))
         shared = set.intersection(*(set(part.column_names) for part in parts)) - {"expert", "negative"}
         parts = [part.select_columns(sorted(shared)) for part in parts]
         for part in parts:
             check_rows(part, named, self.tokenizer)
-        return [part.add_column("expert", [i] * len(part)) for i, part in enumerate(parts)]
+        return [
+            part.add_column("expert", [self.labels.index(label)] * len(part))
+            for label, part in zip(labels, parts, strict=True)
+        ]
+
+    def _alone(self, named: str, new: str) -> list[str]:
+        """The labels where there are rows of the new expert alone."""
+        if self.joins:
+            return [new]
+        why = (
+            f"{self.settings.add_to!r} has no {SUMS} of the others' texts (--keep-sums)"
+            if self.settings.replace is None
+            else "no sums can have those of the replaced expert taken out of them"
+        )
+        raise InputError(f"{named}: has rows of {new!r} alone, and {why}; give rows of all experts")
 
     def split(self) -> tuple[Dataset | None, Dataset | None]:
         """Calibration and held-out rows; these are none of those."""
@@ -158,7 +204,8 @@ class Source:
         parts = [drawn(part, len(part), s.seed) for part in parts]
         counts = [min(s.calibration_examples, len(part) // (2 if tests is None else 1)) for part in parts]
         if not all(counts):
-            raise InputError(f"--data: one row of {self.labels[counts.index(0)]!r}; give two or more, or --test-data")
+            label = self.labels[parts[counts.index(0)]["expert"][0]]
+            raise InputError(f"--data: one row of {label!r}; give two or more, or --test-data")
         if tests is None:
             tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
         else:
@@ -168,12 +215,13 @@ class Source:
         return concatenate_datasets(used), concatenate_datasets(tests)
 
     def of_prompts(self) -> Dataset:
-        prompts = self.settings.prompts or {}
-        for label in [*(prompts.keys() - set(self.labels)), *(set(self.labels) - prompts.keys())]:
-            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(self.labels)}")
+        prompts, labels = self.settings.prompts or {}, self.labels
+        labels = labels[-1:] if self.joins and prompts.keys() == {labels[-1]} else labels
+        for label in [*(prompts.keys() - set(labels)), *(set(labels) - prompts.keys())]:
+            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(labels)}")
         return Dataset.from_list([
-            {"text": text, "expert": i, "negative": negative}
-            for i, label in enumerate(self.labels)
+            {"text": text, "expert": self.labels.index(label), "negative": negative}
+            for label in labels
             for negative in (False, True)
             for text in (prompts[label].negative if negative else prompts[label].positive)
         ])  # fmt: skip
@@ -196,21 +244,22 @@ class Source:
         return Parts(parts, collator, self.settings.batch_size)
 
 
-def _labels(settings: MixSettings) -> list[str]:
+def labels_of(settings: MixSettings) -> list[str]:
     """The experts' names, in order."""
     sources = settings.adapters or settings.models or []
     labels = [Path(source).name for source in sources]
     if settings.add_to is not None:
         path = Path(settings.add_to, REPORT)
-        report = read_json(path) if path.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
-        former = report["labels"]
-        if report["gates"] != settings.gates:
+        gates = read_json(path)["gates"] if path.is_file() else settings.gates
+        if gates != settings.gates:
             raise InputError(
-                f"gates={settings.gates!r}: those of {settings.add_to!r} are {report['gates']!r}, whose logits have "
-                "another scale; use these"
+                f"gates={settings.gates!r}: those of {settings.add_to!r} are {gates!r}, whose logits have another "
+                "scale; use these"
             )
-        if former is None:
-            raise InputError(f"labels=None: {settings.add_to!r} has no {REPORT} with its experts' names; give them")
+        former = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base).config.expert_names
+        if former is None and settings.labels is None:
+            raise InputError(f"labels=None: the experts of {settings.add_to!r} have no names (expert_names); give them")
+        former = former or []
         position = len(former) if settings.replace is None else settings.replace
         labels = [*former[:position], *labels, *former[position + 1 :]]
     labels = labels if settings.labels is None else settings.labels
@@ -233,7 +282,7 @@ def mix(settings: MixSettings) -> HeldOut | None:
     Returns:
         what it gives on held-out rows; None without any.
     """
-    labels = _labels(settings)
+    labels = labels_of(settings)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
 
 
@@ -243,28 +292,55 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         mixture = None
         if settings.add_to is not None:
             mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
+            n = mixture.config.num_experts
+            if (settings.replace or 0) >= n:
+                raise InputError(f"replace={settings.replace}: {mixture} has experts 0 to {n - 1}")
+            n += settings.replace is None
+            if len(labels) != n:
+                raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
         base, tokenizer = common_base([*adapters, *([] if mixture is None else [mixture])]), adapters[0].tokenizer
         check_tokenizer(tokenizer, base.config, adapters[0])
-        source = Source(settings, labels, tokenizer)
+        warn_of_templates([*adapters, *([] if mixture is None else [mixture])])
+        former = None
+        if mixture is not None and settings.gates == "ridge" and settings.replace is None:
+            former = read_sums(mixture.folder, mixture.config.num_experts)
+        source = Source(settings, labels, tokenizer, joins=former is not None)
         calibration, held_out = source.split()
         batches = source.batches(calibration)
         paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
         if mixture is None:
-            top_k, mixing = settings.top_k or min(2, len(paths)), settings.mixing or "output"
-            model, changed = lora_to_moe(loaded, paths, top_k=top_k, mixing=mixing), None
+            top_k = settings.top_k or min(find_gate_init(settings.gates).top_k, len(paths))
+            mixing, attention = settings.mixing or "output", settings.attention or "auto"
+            model, changed = lora_to_moe(loaded, paths, attention=attention, top_k=top_k, mixing=mixing), None
         else:
-            model = put_expert(loaded, mixture.path, paths[0], settings.replace)
             expert = settings.replace if settings.replace is not None else len(labels) - 1
-            n, changed = model.peft_config["default"].num_experts, [expert]
-            if len(labels) != n:
-                raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
-        model.peft_config["default"].revision = base.revision
-        init_gates(model, settings.gates, batches, experts=changed)
-        measured = None if held_out is None else score_mixture(model.eval(), source.parts(held_out), settings.gates)
+            model = put_expert(loaded, mixture.path, paths[0], settings.replace, labels[expert])
+            changed = [expert]
+        config = model.peft_config["default"]
+        config.revision, config.expert_names = base.revision, labels
+        if batches is not None and any((batch["expert"] != len(labels) - 1).any() for batch in batches):
+            former = None  # there are texts of all
+        sums = init_gates(model, settings.gates, batches, experts=changed, former=former)
+        measured = None
+        if held_out is not None:
+            measured = score_mixture(model.eval(), source.parts(held_out), settings.gates, labels)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
+        if settings.gates == "ridge":
+            _keep_sums(settings, sums, folder)
         _report(settings, labels, measured, folder, base.path)
     return measured
+
+
+def _keep_sums(settings: MixSettings, sums: Sequence[Sums], folder: Path) -> None:
+    size = size_of_sums(sums)
+    if settings.keep_sums or (settings.keep_sums is None and size <= KEPT):
+        write_sums(folder, sums)
+    elif settings.keep_sums is None:
+        logger.warning(
+            "%s is not written, as it would have %d MB; with --keep-sums, an expert can join with its own texts alone",
+            SUMS, size // 10**6,
+        )  # fmt: skip
 
 
 def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
@@ -281,6 +357,17 @@ def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
     return bases[0]
 
 
+def warn_of_templates(adapters: Sequence[AdapterFolder]) -> None:
+    """Say so where adapters were trained with different chat templates, of which a mixture has the first one's."""
+    templates = [adapter.tokenizer.chat_template for adapter in adapters]
+    for adapter, template in zip(adapters, templates, strict=True):
+        if template != templates[0]:
+            logger.warning(
+                "%s has another chat template than %s, whose the mixture has: prompts may not look as in its training",
+                adapter, adapters[0],
+            )  # fmt: skip
+
+
 def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     paths = settings.models or []
     models = [open_folder(path, "models", DenseFolder) for path in paths]
@@ -294,6 +381,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     measured = None
     with new_folder(settings.output) as folder:
         upcycle(paths, folder, config, calibration=source.batches(calibration))
+        write_json(folder / CONFIG, {**read_json(folder / CONFIG), NAMES_FIELD: labels})
         if parts is not None:
             losses = {}
             for label, model in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
@@ -302,7 +390,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
                 del loaded
                 free_memory()
             mixture = open_folder(folder, "output", NativeFolder).load()
-            measured = score_mixture(mixture, parts, settings.gates)
+            measured = score_mixture(mixture, parts, settings.gates, labels)
             measured = HeldOut({**losses, **measured.losses}, measured.reached)
         _report(settings, labels, measured, folder, paths[0])
     return measured

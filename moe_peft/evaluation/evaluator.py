@@ -14,9 +14,9 @@ import torch
 from accelerate import PartialState
 
 from ..analysis.inputs import describe
-from ..models.introspection import base_model
+from ..models.introspection import base_model, expert_names
 from ..models.layer import routed_layers
-from ..models.steering import allow_experts, force_experts
+from ..models.steering import Expert, allow_experts, force_experts
 from ..native.folders import AdapterFolder, open_folder
 from ..utils.distributed import on_main_process
 from ..utils.io import output_folder
@@ -38,7 +38,7 @@ def evaluate_model(
     *,
     base: str | None = None,
     with_base: bool = True,
-    experts: Sequence[int] | None = None,
+    experts: Sequence[Expert] | None = None,
     each_expert: bool = False,
     dtype: str = "auto",
     quantization: dict[str, Any] | None = None,
@@ -54,14 +54,14 @@ def evaluate_model(
         output_dir: a new folder, or one with an earlier evaluation, whose files are replaced when all are written.
         base: of an adapter its base, by default the one that it names; of another model the model to compare it with.
         with_base: evaluate the base too. An adapter's is the model without the adapter.
-        experts: the only experts that routers may choose; one expert gets all tokens, with gate 1.
+        experts: the only experts that routers may choose, indices or names; one expert gets all tokens, with gate 1.
         each_expert: evaluate each expert alone too (of `experts`, if given).
         dtype: of the weights, as `from_pretrained` takes it.
         quantization: fields of `BitsAndBytesConfig`; for the base too.
         suffix: the figure's format: ".png", ".pdf" or ".svg".
 
     Returns:
-        "model", "base", "expert 0", … → scores, in the main process; in others all are empty.
+        "model", "base", "expert 0" (or its name), … → scores, in the main process; in others all are empty.
 
     Raises:
         ValueError: the model or a task does not exist, there is no such expert, or the folder holds something else.
@@ -114,7 +114,7 @@ def evaluate_model(
 
 
 def _run(
-    harness: Harness, model: Any, tokenizer: Any, experts: Sequence[int] | None, each_expert: bool
+    harness: Harness, model: Any, tokenizer: Any, experts: Sequence[Expert] | None, each_expert: bool
 ) -> dict[str, Any]:
     """What the harness returns for the model and, if asked, for each of its experts alone."""
     alone = _alone(model, experts) if each_expert else []
@@ -125,21 +125,22 @@ def _run(
     return results
 
 
-def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:
-    """The experts to evaluate one by one."""
+def _alone(model: Any, experts: Sequence[Expert] | None) -> list[Expert]:
+    """The experts to evaluate one by one, by their names if they have some."""
     sizes = {layer.num_experts for layer in routed_layers(model, "--each-expert")}
     smallest = min(sizes)
     if len(sizes) > 1 and experts is None:
         logger.warning(
             "--each-expert: layers have %d to %d experts; the first %d alone", smallest, max(sizes), smallest
         )
-    return list(range(smallest) if experts is None else experts)
+    names, all_of_them = expert_names(model), list(range(smallest) if experts is None else experts)
+    return [names[expert] if names and isinstance(expert, int) else expert for expert in all_of_them]
 
 
-def _steered(model: Any, experts: Sequence[int] | None) -> AbstractContextManager[None]:
+def _steered(model: Any, experts: Sequence[Expert] | None) -> AbstractContextManager[None]:
     """Restrict routers to some experts; a single one need not be as many as a token gets."""
     if experts is None:
         return nullcontext()
     if len(experts) == 1:
-        return force_experts(model, torch.tensor(experts))
+        return force_experts(model, experts[0])
     return allow_experts(model, experts)

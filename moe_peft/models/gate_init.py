@@ -73,10 +73,15 @@ class GateInit:
 
     router_type: ClassVar[str] = "linear"  # the router that computes with such gates
     needs_texts: ClassVar[bool] = True
+    top_k: ClassVar[int] = 1  # experts per token that go well with such gates
 
     def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
         """What to add up over batches, of the inputs of a layer at real tokens, float64 [T, d]."""
         raise NotImplementedError
+
+    def grown(self, sums: Sums, num_experts: int) -> Sums:
+        """The sums of texts of fewer experts as those of `num_experts`, of whom the new ones have none yet."""
+        raise InputError(f"{type(self).__name__}: sums of earlier texts cannot be added to; give texts for all experts")
 
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
         """
@@ -108,6 +113,9 @@ class RidgeGates(GateInit):
         target_BN = F.one_hot(texts.expert_B, texts.num_experts).to(x_TD) * ~texts.negative_B.unsqueeze(1)
         return {"xx": x_TD.T @ x_TD, "xy": x_TD.T @ target_BN[texts.text_T]}
 
+    def grown(self, sums: Sums, num_experts: int) -> Sums:
+        return {**sums, "xy": F.pad(sums["xy"], (0, num_experts - sums["xy"].shape[1]))}
+
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
         unit_DD = torch.eye(len(sums["xx"])).to(sums["xx"])
         weight_DN = torch.linalg.solve(sums["xx"] + self.penalty * unit_DD, sums["xy"])
@@ -125,6 +133,7 @@ class PromptGates(GateInit):
         pooling: what a text is: the `"mean"` of its tokens' x, or its `"last"` one.
     """
 
+    top_k: ClassVar[int] = 2
     pooling: Literal["mean", "last"] = "mean"
 
     def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
@@ -186,8 +195,9 @@ def init_gates(
     batches: Iterable[Mapping[str, Any]] | None = None,
     *,
     experts: Sequence[int] | None = None,
+    former: Sequence[Sums] | None = None,
     adapter_name: str | None = None,
-) -> None:
+) -> list[Sums]:
     """
     Set the gates of a MoE-LoRA adapter's experts without training.
 
@@ -201,7 +211,12 @@ def init_gates(
             if some are examples of what it is not for, `negative` [B]. They run through the base once, without the
             adapter.
         experts: the experts whose gates are set; None: all.
+        former: what an earlier call returned, with `"ridge"`: the batches are added to the sums of its texts, whose
+            experts are the model's first ones.
         adapter_name: the adapter; the active one if None.
+
+    Returns:
+        the sums of each routed layer, as the way needs them.
 
     Raises:
         ValueError: the model has no such adapter; an expert has no text; or, with `"arrow"`, no LoRA reads a layer's
@@ -230,7 +245,7 @@ def init_gates(
     sizes = sorted({layer.num_experts for layer in layers})
     if len(sizes) > 1:
         raise InputError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
-    sums = _sums(model, [layer.module for layer in layers], sizes[0], way, batches)
+    sums = _sums(model, [layer.module for layer in layers], sizes[0], way, batches, former)
     made = [way.gates(of_layer, layer.updates()) for of_layer, layer in zip(sums, layers, strict=True)]
     old_type = routers[0].settings.type
     keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"
@@ -246,6 +261,7 @@ def init_gates(
             kept_ND[list(experts)] = made[i][list(experts)].to(kept_ND.device)
             made[i] = kept_ND
     put_gates(model, layers, router_type, made)
+    return sums
 
 
 def dense_gates(
@@ -271,12 +287,20 @@ def find_gate_init(gates: str | GateInit) -> GateInit:
     return GATE_INITS[gates]()
 
 
-def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit, batches: Any) -> list[Sums]:
-    """The sums of each module's inputs over all real tokens, in one pass over the base."""
+def _sums(
+    model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit, batches: Any,
+    former: Sequence[Sums] | None = None,
+) -> list[Sums]:  # fmt: skip
+    """The sums of each module's inputs over all real tokens, in one pass over the base, added to former ones."""
     sums: list[Sums] = [{} for _ in modules]
     if not way.needs_texts:
         return sums
     experts_seen: set[int] = set()
+    if former is not None:
+        device = next(model.parameters()).device
+        sums = [{name: double(value.to(device)) for name, value in of_layer.items()} for of_layer in former]
+        experts_seen.update(range(former[0]["xy"].shape[1]))
+        sums = [way.grown(of_layer, n) for of_layer in sums]
 
     def add(i: int, batch: Mapping[str, Any], mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
         expert_B = torch.as_tensor(batch["expert"], device=x_BSD.device).long()

@@ -40,6 +40,17 @@ def text_config(model: Any) -> Any:
     return router_outputs.text_config(base_model(model))
 
 
+NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config
+
+
+def expert_names(model: Any) -> list[str] | None:
+    """The names of the experts of the active adapter, or of a native MoE; None if they have none."""
+    config = getattr(model, "active_peft_config", None)
+    if config is not None and not config.is_prompt_learning and hasattr(config, "expert_names"):
+        return config.expert_names
+    return getattr(text_config(model), NAMES_FIELD, None)
+
+
 _ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
 
 

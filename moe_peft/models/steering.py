@@ -12,13 +12,15 @@ from torch import nn
 
 from ..adapter.router_recorder import arguments
 from ..routing.gates import Steering
-from ..utils.messages import InputError
-from .introspection import backbone
+from ..utils.messages import InputError, choice_error
+from .introspection import backbone, expert_names
 from .layer import routed_layers
+
+Expert = int | str  # an index, or a name
 
 
 @contextmanager
-def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
+def force_experts(model: nn.Module, experts_B: torch.Tensor | Expert | Sequence[Expert]) -> Iterator[None]:
     """
     A context manager: inside the block, every row of a batch goes through one expert, with gate 1, in all MoE layers.
 
@@ -28,8 +30,8 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        experts_B: the expert of each row, integers [B]; or of each token, [B·S], if the batch has no rows
-            (padding-free).
+        experts_B: the expert of all rows, an index or a name; or that of each row, [B], or of each token, [B·S], if the
+            batch has no rows (padding-free): a tensor of integers, or a list.
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
@@ -48,6 +50,8 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     ...     outputs = model(inputs)
     ```
     """
+    if not isinstance(experts_B, torch.Tensor):
+        experts_B = torch.tensor(_indices(model, experts_B, "force_experts"))
     smallest = min(layer.num_experts for layer in routed_layers(model, "force_experts"))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
@@ -56,7 +60,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> Iterator[None]:
+def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Expert]) -> Iterator[None]:
     """
     A context manager: inside the block, routers choose among some of the experts only, in training and in `generate`.
 
@@ -65,8 +69,8 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        allowed: a list of experts for all rows; or a mask for each row (for each token if the batch has no rows), bool
-            [B, n].
+        allowed: the experts for all rows, indices or names; or a mask for each row (for each token if the batch has no
+            rows), bool [B, n].
 
     Raises:
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
@@ -86,10 +90,11 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
     """
     n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
+        allowed = _indices(model, allowed, "allow_experts")
         if not all(0 <= i < n for i in allowed):
-            raise InputError(f"allow_experts: allowed={list(allowed)}: the model has experts 0 to {n - 1}")
+            raise InputError(f"allow_experts: allowed={allowed}: the model has experts 0 to {n - 1}")
         mask = torch.zeros(1, n, dtype=torch.bool)
-        mask[0, list(allowed)] = True
+        mask[0, allowed] = True
         allowed = mask
     if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
         raise InputError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
@@ -100,6 +105,20 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         )
     with steered(model, Steering(allowed=allowed)):
         yield
+
+
+def _indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
+    """Experts as indices."""
+    experts = [experts] if isinstance(experts, (int, str)) else list(experts)
+    names = expert_names(model) or []
+    for expert in experts:
+        if isinstance(expert, str) and expert not in names:
+            raise InputError(
+                f"{caller}: {choice_error('experts', expert, names)}"
+                if names
+                else f"{caller}: experts={expert!r}: the model's experts have no names; give an index"
+            )
+    return [names.index(expert) if isinstance(expert, str) else int(expert) for expert in experts]
 
 
 def common_size(model: nn.Module, caller: str) -> int:

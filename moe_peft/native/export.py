@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.experts import EXPERTS, Experts
+from ..models.introspection import NAMES_FIELD
 from ..routing.routers import make_router
 from ..utils.io import reading
 from ..utils.loading import check_tokenizer
@@ -98,7 +99,7 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
         name = key.removeprefix(_PREFIX)
         if name not in state and ".moe_lora_router." not in name:  # which are read by now
             raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
-    return content, moe_config(
+    moe = moe_config(
         (dense.family, dense.moe),
         dense.config,
         num_experts=content.spec.num_experts,
@@ -108,6 +109,9 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
         router_aux_loss_coef=config.router_aux_loss_coef,
         dense_layers=[layer for layer in range(dense.config.num_hidden_layers) if layer not in content.routers],
     )
+    if config.expert_names is not None:
+        setattr(moe, NAMES_FIELD, config.expert_names)
+    return content, moe
 
 
 # --- the MoE's tensors -----------------------------------------------------------------------------------------------
@@ -204,8 +208,8 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
             content.specs[layers[module]] = spec
         elif spec.num_experts > 1:
             raise InputError(
-                f"{module} is a single linear with {spec.num_experts} experts, which no native MoE has; train "
-                "it with one (num_experts_pattern)"
+                f"{module} is a single linear with {spec.num_experts} experts, which no native MoE has; mix "
+                "LoRAs with attention='mean', or train it with one (num_experts_pattern)"
             )
     _read_routers(content)
     return content

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
+from ..models.introspection import NAMES_FIELD
 from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, expect
 from ..native.model_folder import copy_companions
 from ..native.safetensors_io import ShardedWriter
@@ -106,7 +107,7 @@ class PrunableAdapter(Prunable):
 
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         sizes = {layer.name: len(of_layer) for layer, of_layer in zip(self.layers, groups, strict=True)}
-        config = self._pruned_config(sizes)
+        config = self._pruned_config(sizes, _names(self.config.expert_names, groups))
         state = dict(self.state)
         for layer, of_layer, w in zip(self.layers, groups, weights, strict=True):
             for key in self._keys(layer.name, "moe_lora_A."):
@@ -125,9 +126,10 @@ class PrunableAdapter(Prunable):
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
 
-    def _pruned_config(self, sizes: dict[str, int]) -> MoELoraConfig:
-        """The config with these numbers of experts."""
+    def _pruned_config(self, sizes: dict[str, int], names: list[str] | None) -> MoELoraConfig:
+        """The config with these numbers of experts, and their names."""
         config = copy.deepcopy(self.config)
+        config.expert_names = None  # until all sizes are known
         if config.num_experts > 1:
             config.num_experts = Counter(sizes.values()).most_common(1)[0][0]
         config.num_experts_pattern = {key: n for key, n in config.num_experts_pattern.items() if n == 1}
@@ -138,6 +140,7 @@ class PrunableAdapter(Prunable):
         fixed_sizes, most = config.num_experts_pattern, config.num_experts
         pattern = {re.escape(name): n for name, n in sizes.items() if by_pattern(fixed_sizes, name, most) != n}
         config.num_experts_pattern = {**pattern, **config.num_experts_pattern}
+        config.expert_names = names
         config.__post_init__()
         return config
 
@@ -156,6 +159,13 @@ class PrunableAdapter(Prunable):
                 f"{name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
                 f"{self.specs[name].num_experts} ({wrong[0]}); keep another number, or fold it first (fold_routers)"
             )
+
+
+def _names(names: list[str] | None, groups: Sequence[Groups]) -> list[str] | None:
+    """The names of the experts that are left; of merged ones `a+b`. None where they are not the same in all layers."""
+    if names is None or any(of_layer != groups[0] for of_layer in groups):
+        return None
+    return ["+".join(names[expert] for expert in group) for group in groups[0]]
 
 
 class PrunableMoE(Prunable):
@@ -203,7 +213,9 @@ class PrunableMoE(Prunable):
             for name, tensor in make.items():
                 writer.write(name, tensor())
         values = read_json(self.folder.folder / CONFIG)
-        counts = {key: m for key in ("num_experts", "num_local_experts") if key in values}
+        counts: dict[str, Any] = {key: m for key in ("num_experts", "num_local_experts") if key in values}
+        if (left := _names(values.pop(NAMES_FIELD, None), groups)) is not None:
+            counts[NAMES_FIELD] = left
         (folder / CONFIG).write_text(json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n")
         copy_companions(self.folder.folder, folder)
 

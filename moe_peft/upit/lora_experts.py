@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from .experts import Batches, ExpertKind, Load
 from .files import copy_adapter, write_adapter, written_experts
 from .recipe_rules import FROM_EXPERTS
 from .routing_vectors import VECTORS, put_vectors
+
+logger = logging.getLogger("moe_peft")
 
 
 class _LoraConfig(LoraConfig):
@@ -200,6 +203,12 @@ class LoraExperts(ExpertKind):
 
     def check_base(self, seed: int) -> None:
         self.planned(self.base.empty(), seed)  # raises for an adapter that the base cannot have
+        own = _base_named(self.base.name_or_path, self.base.revision)
+        for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
+            config = open_folder(path, "prepare.adapters", LoraFolder).config
+            theirs = _base_named(config.base_model_name_or_path or self.base.name_or_path, config.revision)
+            if theirs != own:
+                logger.warning("prepare.adapters=%r: was trained on %s, the recipe's model is %s", path, theirs, own)
 
     def assemble(
         self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
@@ -240,6 +249,11 @@ class LoraExperts(ExpertKind):
                     f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out"
                 )
         return replace(recipe.moe_config(), use_rslora=False, **determined)
+
+
+def _base_named(name: str, revision: str | None) -> str:
+    """A base and its revision, the same however its folder is named."""
+    return f"{Path(name).resolve() if Path(name).exists() else name} ({revision or 'main'})"
 
 
 def _saved_name(index: int) -> str:

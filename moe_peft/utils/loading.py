@@ -58,8 +58,8 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
             raise InputError(
                 f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
-        if kind == "MOE_LORA":
-            _check_fields(saved, source)
+        if kind in ("MOE_LORA", "LORA"):
+            _check_fields(saved, source, kind)
         _check_sizes(saved, source)
         _check_patterns(saved, source)
     with reading(source):
@@ -70,17 +70,20 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
     return config
 
 
-def _check_fields(saved: Mapping[str, Any], source: object) -> None:
+def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
     """
     Raises:
-        ValueError: a config of this package sets what this version does not know; PEFT would leave it out with a
-            warning, which is how it takes those of newer LoRAs.
+        ValueError: a config sets what this version does not know; PEFT would leave it out with a warning. Of a LoRA,
+            numbers and texts say nothing alone: what is new in PEFT is turned on by true, a list or a mapping.
     """
-    supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType("MOE_LORA")])}
+    supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])}
+    program = "moe-peft-hf" if kind == "MOE_LORA" else f"PEFT ({peft.__version__})"
     for name, value in saved.items():
-        if name not in supported and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
+        is_off = value in (None, False, "", 0, [], {})
+        is_off |= kind == "LORA" and isinstance(value, (str, int, float)) and value is not True
+        if name not in supported and name != "runtime_config" and not is_off:
             raise InputError(
-                f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install "
+                f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: this version of {program} does not know it; install "
                 "a newer one"
             )
 
@@ -90,15 +93,17 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     Raises:
         ValueError: a size in an adapter's config is not a number above 0, or would take all memory.
     """
-    for name in ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size"):
-        value = saved.get(name, 1)
+    counts = ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
+    sizes = {name: saved[name] for name in counts if name in saved}
+    for name in _PATTERNS:
+        if not isinstance(value := saved.get(name) or {}, dict):
+            raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
+        sizes |= {f"{name}.{module}": number for module, number in value.items()}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_SIZE:
             raise InputError(
                 f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}"
             )
-    for name in _PATTERNS:
-        if not isinstance(value := saved.get(name) or {}, dict):
-            raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
 
 
 def _check_patterns(saved: Mapping[str, Any], source: object) -> None:

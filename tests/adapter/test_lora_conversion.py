@@ -258,3 +258,60 @@ def test_bad_inputs_are_one_clear_line_and_leave_the_base_alone(folders, tmp_pat
     data = (folders[0] / "adapter_model.safetensors").read_bytes()
     (folders[0] / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
     refused(tiny_llama(), folders, "cannot be read")
+
+
+def mean_update(sources: list[PeftModel], module: str) -> torch.Tensor:
+    """The mean of the adapters' changes of a weight, dense and in float64; no change where one lacks it."""
+    total = 0.0
+    for source in sources:
+        layer = source.get_base_model().get_submodule(module)
+        if hasattr(layer, "lora_A"):
+            A, B = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+            total = total + layer.scaling["default"] * (B @ A)
+    return total / len(sources)
+
+
+def test_attention_can_be_one_lora_that_is_the_exact_mean():
+    targets = [[*FFN, "q_proj", "v_proj"], [*FFN, "q_proj", "o_proj"], FFN]
+    sources = [
+        lora(i, r=r, lora_alpha=alpha, targets=targets[i]) for i, (r, alpha) in enumerate([(4, 8), (2, 8), (4, 3)])
+    ]
+    moe = lora_to_moe(tiny_llama(), sources, attention="mean").eval()
+    config = moe.peft_config["default"]
+    assert (config.num_experts, config.r) == (3, 4)
+    assert config.num_experts_pattern == {"q_proj": 1, "v_proj": 1, "o_proj": 1}
+    routers = [name for name, _ in moe.named_parameters() if "moe_lora_router" in name]
+    assert len(routers) == 2 and all(".mlp." in name for name in routers)
+    for path in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"):
+        layer = moe.get_base_model().get_submodule(path)
+        (A,), (B,) = (m["weight"].double() for m in layer.expert_parameters("default"))
+        update = layer.moe_lora_spec["default"].scaling * (B.T @ A)
+        torch.testing.assert_close(update, mean_update(sources, path), rtol=1e-6, atol=1e-7)
+
+
+def test_the_mean_is_pefts_and_its_scaling_is_exact(tmp_path):
+    attention = [lora(i, targets=[*FFN, "q_proj", "v_proj"]) for i in range(4)]
+    for i, source in enumerate(attention):
+        source.save_pretrained(tmp_path / str(i))
+    moe = lora_to_moe(tiny_llama(), [tmp_path / str(i) for i in range(4)], attention="mean")
+    peft = PeftModel.from_pretrained(tiny_llama(), tmp_path / "0", adapter_name="0")
+    for i in "123":
+        peft.load_adapter(tmp_path / i, i)
+    peft.add_weighted_adapter(list("0123"), [0.25] * 4, "mean", "cat")
+    for path in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"):
+        ours, theirs = (m.get_base_model().get_submodule(path) for m in (moe, peft))
+        (A,), (B,) = (m["weight"] for m in ours.expert_parameters("default"))
+        assert A.shape[0] == 16
+        expected = theirs.lora_B["mean"].weight.double() @ theirs.lora_A["mean"].weight.double()
+        scaling = ours.moe_lora_spec["default"].scaling
+        torch.testing.assert_close(
+            scaling * (B.double().T @ A.double()), theirs.scaling["mean"] * expected, rtol=1e-6, atol=1e-7
+        )
+        for i, source in enumerate(attention):  # the adapters' own numbers, to the bit
+            layer = source.get_base_model().get_submodule(path)
+            assert torch.equal(A[4 * i : 4 * i + 4], layer.lora_A["default"].weight)
+
+
+def test_a_mean_of_all_leaves_nothing_to_route():
+    with pytest.raises(ValueError, match="attention='mean': no adapter updates an FFN"):
+        lora_to_moe(tiny_llama(), [lora(0, targets=["q_proj"]), lora(1, targets=["v_proj"])], attention="mean")

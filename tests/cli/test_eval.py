@@ -238,7 +238,7 @@ def test_tasks_may_be_named_one_by_one():
         (["--num-fewshot", "-1"], "num_fewshot=-1: must be an integer, at least 0"),
         (["--experts", "4"], "every layer has 0 to 3"),
         (["--experts", "0,4"], "the model has experts 0 to 3"),
-        (["--experts", "one"], "experts='one': must be a valid integer"),
+        (["--experts", "one"], "experts='one': the model's experts have no names; give an index"),
         (["--experts", "0,9", "--each-expert"], "experts 0 to 3"),
         (["--figures", "svg"], "figures='svg': the figure shows each_expert; add that, or leave it out"),
         (["--quantization", "[4]"], "quantization=[4]: must be a mapping"),

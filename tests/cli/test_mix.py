@@ -11,7 +11,7 @@ from moe_peft.cli import main
 from moe_peft.cli.mix import parser
 from moe_peft.combine.mix import MixSettings
 from tests.helpers.bad_input import NO_ADAPTER, damaged, refused
-from tests.helpers.mix_case import DOMAINS, make_case
+from tests.helpers.mix_case import DOMAINS, make_case, write_lora
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,22 @@ def test_it_prints_where_tokens_go_and_every_loss(case, tmp_path, capsys):
     for way, of_way in losses.items():
         line = next(line for line in printed.partition("Loss")[2].splitlines() if line.startswith(f"│ {way} "))
         assert all(f"{loss:.4f}" in line for loss in of_way.values())
+    out = tmp_path / "out"
+    assert "ridge gates beat merging (the mean) in " in printed and "not evaluated" not in printed
+    assert f"vllm serve {out}\n" in printed and f"moe-peft export --adapter {out} --output {out}-moe\n" in printed
+
+
+def test_without_data_it_says_so_and_where_the_mixture_cannot_go(case, tmp_path, capsys):
+    for name in "ab":
+        write_lora(tmp_path / name, case / "base", 5, ["q_proj", "up_proj"])
+    adapters = [str(tmp_path / name) for name in "ab"]
+    options = {"adapters": adapters, "gates": "arrow", "data": None, "label-column": None}
+    main(command(case, tmp_path / "out", attention="route", **options))
+    printed = capsys.readouterr().out
+    assert "not evaluated: give --data" in printed
+    assert "vLLM: only as an export" in printed and "no export to a native MoE or GGUF: " in printed
+    main(command(case, tmp_path / "mean", **options))
+    assert "no export to a native MoE or GGUF: router_type='arrow'" in capsys.readouterr().out
 
 
 def test_a_file_has_the_settings_and_flags_go_before_it(case, tmp_path):
@@ -56,6 +72,14 @@ def test_a_file_has_the_settings_and_flags_go_before_it(case, tmp_path):
 def test_every_setting_is_a_flag():
     flags = {action.dest for action in parser("mix")._actions}
     assert flags == {*MixSettings.model_fields, "config", "help"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"), [([], None), (["--keep-sums"], True), (["--keep-sums", "false"], False)]
+)
+def test_a_flag_that_may_be_unset_can_be_turned_off(arguments, kept):
+    given = ["--adapters", "a", "b", "--gates", "arrow", "--output", "out", *arguments]
+    assert parser("mix").parse_args(given).keep_sums is kept
 
 
 PROMPTS = json.dumps({name: {"positive": ["w3"]} for name in DOMAINS})
@@ -97,7 +121,7 @@ BAD = {
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models='{case}/a': is a LORA adapter; give"
     ),
     "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
-    "too short": ({"max-length": "1"}, "none of 6 examples has a token to score; raise max_length"),
+    "too short": ({"max-length": "1"}, "max_length=1: no example keeps a token to learn from"),
 }  # fmt: skip
 
 
@@ -122,6 +146,9 @@ def test_damaged_adapters_end_in_one_line(name, case, tmp_path, capsys):
 def test_a_mixture_without_names_asks_for_them(case, tmp_path, capsys):
     main(command(case, tmp_path / "mixed", gates="arrow", data=None, **{"label-column": None}))
     (tmp_path / "mixed/mix.json").unlink()
+    config = json.loads((tmp_path / "mixed/adapter_config.json").read_text())
+    assert config.pop("expert_names") == [*DOMAINS]
+    (tmp_path / "mixed/adapter_config.json").write_text(json.dumps(config))
     add = {"adapters": [str(case / "d")], "add-to": str(tmp_path / "mixed"), "gates": "arrow", "data": None}
     add["label-column"] = None
     line = refused(command(case, tmp_path / "out", **add), capsys, tmp_path / "out")

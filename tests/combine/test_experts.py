@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.combine.experts import put_expert
+from moe_peft.combine.held_out import alone
 from moe_peft.combine.mix import mix
+from moe_peft.combine.sums import read_sums
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
 from tests.helpers.models import tiny_llama
 
@@ -41,7 +43,7 @@ def test_the_others_and_their_gates_stay(replace, case, tmp_path):
         data=[str(case / "four.jsonl")],
     ))  # fmt: skip
     assert json.loads((tmp_path / "out/mix.json").read_text())["labels"] == labels
-    assert list(measured.reached) == labels and list(measured.losses)[1:-3] == labels
+    assert list(measured.reached) == labels and list(measured.losses)[1:-4] == labels
     complete = mix(settings(
         case, output=str(tmp_path / "all"), adapters=[str(case / name) for name in labels], top_k=1,
         data=[str(case / "four.jsonl")],
@@ -126,9 +128,17 @@ def test_what_cannot_join(case, tmp_path):
 
     with pytest.raises(ValueError, match=r"replace=3: mixture=.* has experts 0 to 2"):
         put_expert(base(), case / "mixed", case / "d", 3)
-    write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
-    with pytest.raises(ValueError, match="q_proj has experts and a router in only one of it and mixture"):
-        put_expert(base(), case / "mixed", tmp_path / "attention")
+    for i, name in enumerate(("q", "k")):
+        write_lora(tmp_path / name, case / "base", 9 + i, [f"{name}_proj", "up_proj"])
+    lora_to_moe(base(), [case / "a", tmp_path / "q"]).save_pretrained(tmp_path / "routed")
+    with pytest.raises(ValueError, match="k_proj has experts and a router in only one of it and mixture"):
+        put_expert(base(), tmp_path / "routed", tmp_path / "k")
+    single = lora_to_moe(base(), [case / "a", tmp_path / "q"], attention="mean")
+    single.peft_config["default"].rank_pattern = {"q_proj": 5}
+    single = get_peft_model(base(), single.peft_config["default"])
+    single.save_pretrained(tmp_path / "single")
+    with pytest.raises(ValueError, match="q_proj has one LoRA for all experts, which is not the mean"):
+        put_expert(base(), tmp_path / "single", case / "d")
     saved = lora_to_moe(base(), [case / name for name in DOMAINS], modules_to_save=["lm_head"])
     saved.save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"mixture=.*: modules_to_save=\['lm_head'\]"):
@@ -137,3 +147,83 @@ def test_what_cannot_join(case, tmp_path):
     hashed.save_pretrained(tmp_path / "hash")
     with pytest.raises(ValueError, match="router_type='hash' has no parameters of single experts"):
         put_expert(base(), tmp_path / "hash", case / "d")
+
+
+@pytest.mark.parametrize("replace", [None, 1])
+def test_an_expert_takes_its_own_part_of_the_mean(replace, case, tmp_path):
+    """Attention is the mean of the adapters that the mixture has then, as if it had been made of these."""
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(case / "base")
+
+    targets = (["q_proj", "up_proj"], ["up_proj", "down_proj"], ["q_proj", "v_proj", "up_proj"], ["v_proj", "up_proj"])
+    folders = [tmp_path / str(i) for i in range(4)]
+    for i, folder in enumerate(folders):
+        write_lora(folder, case / "base", i, targets[i], r=4 if i < 3 else 6)
+    names = ["one", "two", "three"]
+    lora_to_moe(base(), folders[:3], attention="mean", expert_names=names).save_pretrained(tmp_path / "mixed")
+    model = put_expert(base(), tmp_path / "mixed", folders[3], replace, name="new").eval()
+    last = [*folders[:3], folders[3]] if replace is None else [folders[0], folders[3], folders[2]]
+    expected = lora_to_moe(base(), last, attention="mean").eval()
+    names = [*names, "new"] if replace is None else ["one", "new", "three"]
+    assert model.peft_config["default"].expert_names == names
+    ids = torch.arange(3, 27).view(2, 12)
+    for i in range(len(last)):
+        with torch.no_grad(), force_experts(model, i), force_experts(expected, i):
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+        adapter = PeftModel.from_pretrained(base(), last[i]).eval()
+        with torch.no_grad(), alone(model, i):
+            torch.testing.assert_close(model(ids).logits, adapter(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_on_attention_joins_a_mixture_of_ffns(case, tmp_path):
+    write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
+    base = AutoModelForCausalLM.from_pretrained(case / "base")
+    model = put_expert(base, case / "mixed", tmp_path / "attention")
+    assert model.peft_config["default"].num_experts_pattern == {"q_proj": 1}
+
+
+def test_an_expert_joins_with_its_own_texts_alone(case, tmp_path):
+    """Its gate is that of a ridge on all texts at once; the others keep theirs to the bit."""
+    four = [json.loads(line) for line in (case / "four.jsonl").read_text().splitlines()]
+    calibration = {"calibration_examples": 6, "test_data": [str(case / "four.jsonl")]}
+    own = [row for row in four if row["domain"] == "d"]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, own)))
+    (tmp_path / "first.jsonl").write_text("\n".join(json.dumps(row) for row in four if row["domain"] != "d"))
+
+    def made(name, **changes):
+        mix(settings(case, output=str(tmp_path / name), **{**calibration, **changes}))
+        return weights(tmp_path / name)
+
+    before = made("three", data=[str(tmp_path / "first.jsonl")], test_data=None)
+    join = {"adapters": [str(case / "d")], "add_to": str(tmp_path / "three")}
+    after = made("joined", data=[str(tmp_path / "own.jsonl")], test_data=None, **join)
+    file = made("file", data=[str(tmp_path / "own.jsonl")], label_column=None, test_data=None, **join)
+    tested = {"adapters": [str(case / "d")], "data": [str(tmp_path / "own.jsonl")], "add_to": str(tmp_path / "three")}
+    made("tested", test_data=[str(case / "four.jsonl")], **tested)
+    assert list(json.loads((tmp_path / "tested/mix.json").read_text())["reached"]) == ALL
+    anew = made("anew", data=[str(case / "four.jsonl")], adapters=[str(case / name) for name in ALL], test_data=None)
+    assert list(json.loads((tmp_path / "joined/mix.json").read_text())["reached"]) == ["d"]
+    for key, value in after.items():
+        assert torch.equal(value[:3], before[key]), key
+        torch.testing.assert_close(value[3], anew[key][3], rtol=1e-4, atol=1e-5)
+        assert torch.equal(value, file[key]), key
+    # Its sums are those of all texts, too, so that another can join.
+    sums, expected = (read_sums(tmp_path / name, 4) for name in ("joined", "anew"))
+    for a, b in zip(sums, expected, strict=True):
+        for name in ("xx", "xy"):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_the_new_expert_alone_need_sums(case, tmp_path):
+    own = "\n".join(json.dumps({"text": f"w{100 + i} w{101 + i}", "domain": "d"}) for i in range(6))
+    (tmp_path / "own.jsonl").write_text(own)
+    mix(settings(case, output=str(tmp_path / "without"), keep_sums=False))
+    assert not (tmp_path / "without/ridge_sums.safetensors").exists()
+    join = {"adapters": [str(case / "d")], "data": [str(tmp_path / "own.jsonl")], "output": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=r"has rows of 'd' alone, and .* has no ridge_sums\.safetensors"):
+        mix(settings(case, add_to=str(tmp_path / "without"), **join))
+    with pytest.raises(ValueError, match=r"replace=3: add_to=.* has experts 0 to 2"):
+        mix(settings(case, add_to=str(case / "mixed"), replace=3, **join))
+    with pytest.raises(ValueError, match="no sums can have those of the replaced expert taken out of them"):
+        mix(settings(case, add_to=str(case / "mixed"), replace=1, **join))

@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_peft import init_gates, lora_to_moe
+from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
+from moe_peft.analysis.inspect import inspect_model
+from moe_peft.combine.held_out import HeldOut, picked_experts
 from moe_peft.combine.mix import Source, mix
-from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.models.introspection import expert_names
+from moe_peft.models.layer import routed_layers
+from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.folders import DenseFolder, open_folder
 from moe_peft.native.upcycle import mean_model
-from moe_peft.training.preparation import calibration_batches
-from tests.helpers.mix_case import DOMAINS, make_case, rows, settings
+from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 
 TEST = rows()[:12]  # of test.jsonl
 
@@ -50,6 +55,14 @@ def close(measured, reference):
     assert measured == pytest.approx(reference, rel=2e-5)
 
 
+def plain(case, *names):
+    """PEFT's model with these adapters, the first one active."""
+    model = PeftModel.from_pretrained(base(case), case / names[0], adapter_name=names[0])
+    for name in names[1:]:
+        model.load_adapter(case / name, name)
+    return model.eval()
+
+
 @pytest.fixture(scope="module")
 def mixed(case, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "mixed"
@@ -58,16 +71,21 @@ def mixed(case, tmp_path_factory):
 
 def test_the_losses_are_those_of_plain_peft(case, mixed, tokenizer):
     measured = mixed[0].losses
-    assert list(measured) == ["base", *DOMAINS, "mean of the adapters", "uniform gates", "ridge gates"]
+    assert list(measured) == [
+        "base",
+        *DOMAINS,
+        "mean of the adapters",
+        "uniform gates",
+        "picked by its prompt",
+        "ridge gates",
+    ]
     close(measured["base"], losses(base(case), tokenizer))
     for name in DOMAINS:
         close(measured[name], losses(PeftModel.from_pretrained(base(case), case / name).eval(), tokenizer))
-    mean = PeftModel.from_pretrained(base(case), case / "a", adapter_name="a")
-    for name in "bc":
-        mean.load_adapter(case / name, name)
+    mean = plain(case, *DOMAINS)
     mean.add_weighted_adapter(list(DOMAINS), [1 / 3] * 3, "mean", "cat")
     mean.set_adapter("mean")
-    close(measured["mean of the adapters"], losses(mean.eval(), tokenizer))
+    close(measured["mean of the adapters"], losses(mean, tokenizer))
     uniform = lora_to_moe(base(case), [case / name for name in DOMAINS], router_type="soft")
     for name, parameter in uniform.named_parameters():
         if "moe_lora_router" in name:
@@ -256,3 +274,127 @@ def test_calibration_batches_have_the_numbers_of_their_rows(case, tokenizer):
             ids[mask.bool()][0].item() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         ]
         assert [(word - 3) // 40 for word in words] == batch["expert"].tolist()
+
+
+@pytest.fixture(scope="module")
+def on_attention(case):
+    """Adapters `all-a`, `all-b`, `all-c` on all linears."""
+    for i, name in enumerate(DOMAINS):
+        write_lora(case / f"all-{name}", case / "base", 20 + i, [*FFN, "q_proj", "k_proj", "v_proj", "o_proj"])
+    return [str(case / f"all-{name}") for name in DOMAINS]
+
+
+@pytest.mark.parametrize("attention", ["mean", "route", None])
+def test_attention_is_a_mean_or_routed_and_the_adapters_alone_are_themselves(
+    attention, on_attention, case, tmp_path, tokenizer
+):
+    out, labels = tmp_path / "out", [*DOMAINS]
+    measured = mix(settings(
+        case, output=str(out), adapters=on_attention, labels=labels, attention=attention,
+        test_data=[str(case / "test.jsonl")],
+    ))  # fmt: skip
+    routers = [name for name in load_file(out / "adapter_model.safetensors") if "moe_lora_router" in name]
+    assert len(routers) == (10 if attention == "route" else 2)
+    names = [f"all-{name}" for name in DOMAINS]
+    for label, name in zip(labels, names, strict=True):
+        close(measured.losses[label], losses(plain(case, name), tokenizer))
+    merged = plain(case, *names)
+    merged.add_weighted_adapter(names, [1 / 3] * 3, "mean", "cat")
+    merged.set_adapter("mean")
+    close(measured.losses["mean of the adapters"], losses(merged, tokenizer))
+    if attention == "route":
+        with pytest.raises(ValueError, match=r"single linear with 3 experts, .* mix LoRAs with attention='mean'"):
+            export_adapter(out, tmp_path / "moe")
+    else:
+        exported = AutoModelForCausalLM.from_pretrained(export_adapter(out, tmp_path / "moe")).eval()
+        close(losses(exported, tokenizer), measured.losses["ridge gates"])
+
+
+def test_the_expert_of_a_row_is_picked_by_its_prompt(case, mixed, tmp_path, tokenizer):
+    """Gates of the base's hidden states, a mean over the prompt's tokens and the layers, choose one adapter."""
+    measured, out = mixed
+    model = AutoPeftModelForCausalLM.from_pretrained(out).eval()
+    routers = [layer.router for layer in routed_layers(model)]
+    seen = []
+    expected = {}
+    for domain in DOMAINS:
+        nll = []
+        for row in (row for row in TEST if row["domain"] == domain):
+            ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+            seen.clear()
+            hooks = [
+                layer.module.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
+                for layer in routed_layers(model)
+            ]
+            with torch.no_grad(), model.disable_adapter():
+                model(ids)
+            for hook in hooks:
+                hook.remove()
+            gates = [router(x).softmax(-1).mean(0) for router, x in zip(routers, seen, strict=True)]
+            picked = int(torch.stack(gates).mean(0).argmax())
+            with torch.no_grad(), force_experts(model, DOMAINS[picked]):
+                log_probs = model(ids).logits[0, :-1].double().log_softmax(-1)
+            nll += (-log_probs.gather(-1, ids[0, 1:, None])).flatten().tolist()
+        expected[domain] = sum(nll) / len(nll)
+    close(measured.losses["picked by its prompt"], {**expected, "mean": sum(expected.values()) / 3})
+
+
+def test_a_verdict_names_the_domains_that_lose():
+    losses = {
+        "base": {"a": 5.0, "b": 5.0, "mean": 5.0},
+        "a": {"a": 1.0, "b": 3.0, "mean": 2.0},
+        "b": {"a": 3.0, "b": 2.0, "mean": 2.5},
+        "mean of the adapters": {"a": 2.0, "b": 1.5, "mean": 1.75},
+        "picked by its prompt": {"a": 1.0, "b": 2.0, "mean": 1.5},
+        "ridge gates": {"a": 1.2, "b": 1.8, "mean": 1.5},
+    }
+    first, second = HeldOut(losses, {"a": [1, 0], "b": [0, 1]}).verdict()
+    assert first == "ridge gates beat merging (the mean) in 1 of 2 domains; they lose to it in b."
+    assert "picked by the prompt is as good" in second and "--enable-lora" in second
+    losses["ridge gates"] = {"a": 0.9, "b": 2.5, "mean": 1.7}
+    losses["picked by its prompt"] = {"a": 1.0, "b": 2.6, "mean": 1.8}
+    losses["a"] = {"a": 1.0, "b": 2.0, "mean": 1.5}
+    _, second, third = HeldOut(losses, {"a": [1, 0], "b": [0, 1]}).verdict()
+    assert second == "One adapter picked by the prompt is worse in a, b."
+    assert third == "a alone is at least as good as the mixture: use that."
+
+
+@pytest.mark.parametrize(("gates", "k"), [("ridge", 1), ("arrow", 1), ("prompts", 2)])
+def test_experts_per_token_follow_the_gates(gates, k, case, tmp_path):
+    mix(settings(case, output=str(tmp_path / "out"), gates=gates))
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["top_k"] == k
+
+
+def test_the_experts_have_their_names_wherever_the_mixture_goes(mixed, case, tmp_path):
+    _, out = mixed
+    assert PeftConfig.from_pretrained(out).expert_names == [*DOMAINS]
+    moe = export_adapter(out, tmp_path / "moe")
+    for i, folder in enumerate((out, moe)):
+        inspect_model(str(folder), str(case / "test.jsonl"), tmp_path / str(i), label_column="domain", html=True)
+        load = (tmp_path / str(i) / "load.csv").read_text().splitlines()
+        assert {line.split(",")[2] for line in load[1:]} == {*DOMAINS}
+        pruned = tmp_path / f"pruned-{i}"
+        prune_experts(str(folder), str(pruned), drop=[1])
+        names = (
+            PeftConfig.from_pretrained(pruned).expert_names
+            if i == 0
+            else expert_names(AutoModelForCausalLM.from_pretrained(pruned))
+        )
+        assert names == ["a", "c"]
+    mix(settings(
+        case, output=str(tmp_path / "dense"), adapters=None, models=[str(case / f"dense-{name}") for name in DOMAINS],
+        labels=[*DOMAINS],
+    ))  # fmt: skip
+    assert expert_names(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) == [*DOMAINS]
+
+
+def test_a_prompt_picks_by_its_own_tokens(mixed, tokenizer):
+    """Neither the answer nor the padding counts."""
+    model = AutoPeftModelForCausalLM.from_pretrained(mixed[1]).eval()
+    prompts = [row["text"] for row in rows(24)]
+    picked = []
+    for answer, size in (("w9", 24), ("w90 w91 w92 w93 w94 w95", 5)):
+        data = Dataset.from_list([{"prompt": prompt, "completion": f" {answer}"} for prompt in prompts])
+        tokens, collator = tokenized(data, tokenizer, preparation(64))
+        picked.append(picked_experts(model, tokens, collator, size))
+    assert picked[0] == picked[1] and set(picked[0]) == {0, 1, 2}

@@ -210,3 +210,28 @@ def test_gates_are_divided_by_their_sum_where_the_family_does_whatever_a_setting
         free = model(input_ids=ids()).logits
         with allow_experts(model, list(range(N))):
             torch.testing.assert_close(model(input_ids=ids()).logits, free, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_may_be_indices_or_names(kind):
+    model = routed_model(kind)
+    with pytest.raises(ValueError, match="force_experts: experts='law': the model's experts have no names"):
+        force_experts(model, "law").__enter__()
+    names = ["math", "code", "law", "d", "e", "f"]
+    if kind == "adapter":
+        model.peft_config["default"].expert_names = names
+    else:
+        model.config.moe_peft_expert_names = names
+    with torch.no_grad():
+        outputs = []
+        for experts in (torch.tensor([2, 2, 2]), 2, "law", ["law", 2, "law"]):
+            with force_experts(model, experts):
+                outputs.append(model(input_ids=ids()).logits)
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+        outputs = []
+        for experts in ([1, 2], ["code", "law"]):
+            with allow_experts(model, experts):
+                outputs.append(model(input_ids=ids()).logits)
+        assert torch.equal(*outputs)
+    with pytest.raises(ValueError, match="allow_experts: experts='mth': must be one of math, code, law"):
+        allow_experts(model, ["mth"]).__enter__()

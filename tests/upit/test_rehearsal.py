@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import signal
 from pathlib import Path
 
@@ -350,3 +351,14 @@ def test_a_plan_needs_no_launcher(case, tmp_path, monkeypatch):
 def test_other_methods_do_not_mind_settings_of_stage_4(case, tmp_path):
     settings = {**case, "method": "lora", "adapter": HASH, **with_sft("post_train", router_z_loss_coef=0.1)}
     recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})
+
+
+def test_given_adapters_of_another_base_are_a_warning(case, tmp_path, caplog):
+    base = case["model"]["name_or_path"]
+    folders = [*loras(tmp_path / "own", base, 1, target_modules=["up_proj"]),
+               *loras(tmp_path / "other", "someone/else", 1, target_modules=["up_proj"])]  # fmt: skip
+    settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}
+    with caplog.at_level(logging.WARNING, "moe_peft"):
+        UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})).check()
+    messages = [record.message for record in caplog.records if "prepare.adapters" in record.message]
+    assert len(messages) == 1 and f"{folders[1]!r}: was trained on someone/else (main)" in messages[0]

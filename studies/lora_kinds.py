@@ -1,0 +1,285 @@
+"""
+One model from LoRAs on the modules that published ones have: SmolLM2-135M-Instruct, four of the short tasks.
+
+    python -m studies.short_tasks --source FOLDER --output .cache/short_tasks
+    python -m studies.lora_kinds run       # resumes where the ledger ends
+    python -m studies.lora_kinds report    # table of the ledger, in studies/results
+
+Fixed before the first run. For each of three kinds (LoRAs of rank 8 on all linears, on q_proj and v_proj, on the FFN)
+and each of three seeds: a LoRA of each task, 60 steps of 8 rows, and mixtures of the four, whose gates are calibrated
+on 24 training rows of each task. The seed is that of the training and of the draw of these rows. Measured on the first
+32 held-out rows of each task, as a mean over tasks.
+
+Contrasts, as differences of the loss per answer token within a seed, and what is expected of them:
+
+1. LoRAs on all linears, `ridge`, one expert per token: attention *routed*, *mean* and *dropped*. Expected: routed is
+   better than the mean by less than 0.05, dropping is worse than it by more than 0.1. `mean` becomes the default of
+   `moe-peft mix` if it is worse by less than 0.05, as it makes the mixture exportable and servable.
+2. One adapter *picked by its prompt* (by the gates of `ridge`) and `ridge` by token. Expected: equal within 0.05, as
+   the tasks are easily told apart.
+3. One expert per token and two. Expected: one is better with `ridge` and `arrow`, two are better with `prompts`.
+4. PEFT's `ties` (density 0.5, weights 1) and `dare_linear` (density 0.5, weights 1/4), and the mean. Expected: `ties`
+   is better than the mean, `dare_linear` is worse; both are worse than `ridge` with one expert.
+
+Three seeds give no intervals: a difference counts where all three have its sign.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft import force_experts, init_gates, lora_to_moe
+from moe_peft.adapter.layers import MoELoraLinear
+from moe_peft.combine.held_out import picked_experts
+from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.models.gates import uniform_gates
+from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+
+from .combine import RESULTS, active
+from .exact_match import answers, by_task
+from .runs import Ledger, parser, score_answers_only
+
+FFN, ATTENTION = ["gate_proj", "up_proj", "down_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS = {"all linears": [*ATTENTION, *FFN], "q and v": ["q_proj", "v_proj"], "FFN": FFN}
+TASKS = ("banking", "kitchen", "logic", "slots")
+SEEDS = (0, 1, 2)
+STEPS, BATCH, RANK, LEARNING_RATE, LONGEST = 60, 8, 8, 1e-3, 64
+HELD_OUT, CALIBRATION = 32, 24  # rows of each task
+GATES = ("ridge", "prompts", "arrow")
+# Experts per token of each gate that are measured; with attention "mean", as its table's best is expected.
+EXPERTS = {
+    "route": {"ridge": (1, 2), "prompts": (1, 2), "arrow": (1, 2)},
+    "mean": {"ridge": (1, 2), "prompts": (2,), "arrow": (1,)},
+    "dropped": {"ridge": (1,)},
+}
+MERGES: dict[str, dict[str, Any]] = {
+    "ties": {"weights": [1.0] * 4, "density": 0.5},
+    "dare_linear": {"weights": [0.25] * 4, "density": 0.5},
+}
+
+
+class LoraKinds:
+    """
+    Args:
+        data: folder of the short tasks.
+        work: folder for the adapters.
+    """
+
+    def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
+        self.work, self.ledger = work, ledger
+        self.base, self.tokenizer = smollm2_folder(), AutoTokenizer.from_pretrained(smollm2_folder())
+        self.train_rows = {task: self._rows(data / "train.jsonl", task) for task in TASKS}
+        self.parts = {}
+        for task in TASKS:
+            held_out = self._rows(data / "test.jsonl", task)[:HELD_OUT]
+            self.parts[task], self.collator = tokenized(
+                Dataset.from_list(held_out), self.tokenizer, preparation(LONGEST)
+            )
+
+    @staticmethod
+    def _rows(path: Path, task: str) -> list[dict[str, Any]]:
+        rows = map(json.loads, path.read_text().splitlines())
+        return [row for row in rows if row["domain"] == task]
+
+    def run(self) -> None:
+        for seed in SEEDS:
+            for kind in KINDS:
+                for task in TASKS:
+                    if not self.ledger.records(kind=kind, seed=seed, way=f"train {task}"):
+                        self.train(kind, task, seed)
+                self.measure(kind, seed)
+
+    def folder(self, kind: str, task: str, seed: int) -> Path:
+        return self.work / f"{kind.replace(' ', '-')}-{task}-{seed}"
+
+    def load(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+
+    def train(self, kind: str, task: str, seed: int) -> None:
+        started = time.process_time()
+        set_seed(seed)
+        config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=KINDS[kind], task_type="CAUSAL_LM")
+        model = get_peft_model(self.load(), config)
+        args = SFTConfig(
+            str(self.work / "state"), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="cosine", max_length=LONGEST, gradient_checkpointing=False, bf16=False, use_cpu=True,
+            logging_steps=STEPS, save_strategy="no", report_to="none", disable_tqdm=True, seed=seed,
+        )  # fmt: skip
+        rows = Dataset.from_list(self.train_rows[task])
+        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=self.tokenizer)
+        loss = trainer.train().training_loss
+        model.save_pretrained(str(self.folder(kind, task, seed)))
+        self._add(kind, seed, f"train {task}", {"loss": loss}, started)
+
+    # --- ways to use four adapters as one --------------------------------------------------------------------------
+
+    def measure(self, kind: str, seed: int) -> None:
+        folders = [self.folder(kind, task, seed) for task in TASKS]
+        if kind == "FFN":
+            self._score(kind, seed, "base", lambda: self.load())
+        for merge in MERGES:
+            self._score(kind, seed, merge, lambda merge=merge: self._merged(folders, merge))
+        # "dropped" zeroes the mean, and "arrow" replaces the routers, so both come last.
+        for attention in ("route", "mean", "dropped") if kind == "all linears" else ("route",):
+            model = lora_to_moe(self.load(), folders, attention="route" if attention == "route" else "mean").eval()
+            if attention == "dropped":
+                for layer in model.modules():
+                    if isinstance(layer, MoELoraLinear):
+                        layer.expert_parameters("default")[1]["weight"].data.zero_()
+            if attention == "route":
+                self._score(kind, seed, "mean of the adapters", lambda m=model: m, uniform_gates(model, "projection"))
+                self._add_answers(kind, seed, "own", lambda m=model: self._by_row(m, lambda i, rows: [i] * len(rows)))
+            for gates, active_experts in EXPERTS[attention].items():
+                suffix = f", attention {attention}" if kind == "all linears" else ""
+                of_k = {f"{gates}, k = {k}{suffix}": k for k in active_experts}
+                picked = "picked by its prompt" if (attention, gates) == ("route", "ridge") else None
+                if all(self.ledger.records(kind=kind, seed=seed, way=way) for way in [*of_k, picked] if way):
+                    continue
+                self._set_gates(model, gates, seed)
+                for way, k in of_k.items():
+                    self._score(kind, seed, way, lambda m=model: m, active(model, k))
+                if picked:
+                    self._add_answers(kind, seed, picked, lambda m=model: self._by_row(m, self._pick(m)))
+
+    def _merged(self, folders: list[Path], merge: str) -> Any:
+        set_seed(0)  # dare_linear drops at random
+        model = PeftModel.from_pretrained(self.load(), folders[0], adapter_name=TASKS[0])
+        for task, folder in zip(TASKS[1:], folders[1:], strict=True):
+            model.load_adapter(folder, task)
+        model.add_weighted_adapter(list(TASKS), adapter_name="merged", combination_type=merge, **MERGES[merge])
+        model.set_adapter("merged")
+        return model.eval()
+
+    def _set_gates(self, model: Any, gates: str, seed: int) -> None:
+        """Calibrate with the training rows that the seed draws of each task."""
+        texts = [
+            {**row, "expert": i}
+            for i, rows in enumerate(self.train_rows.values())
+            for row in random.Random(seed).sample(rows, CALIBRATION)
+        ]
+        batches = calibration_batches(
+            Dataset.from_list(texts), self.tokenizer, len(texts), max_length=LONGEST, columns=["expert"]
+        )
+        init_gates(model, gates, batches)
+
+    def _pick(self, model: Any) -> Any:
+        return lambda i, rows: picked_experts(model, rows, self.collator, 25)
+
+    def _by_row(self, model: Any, choose: Any) -> list[Any]:
+        """Answers where each row has one expert, which `choose` says for the rows of a task's index."""
+        found = []
+        for i, rows in enumerate(self.parts.values()):
+            chosen = choose(i, rows)
+            for expert in sorted(set(chosen)):
+                own = rows.select([j for j, other in enumerate(chosen) if other == expert])
+                with force_experts(model, torch.tensor([expert])):
+                    found += answers(model, own, self.collator)
+        return found
+
+    def _score(self, kind: str, seed: int, way: str, model: Any, context: AbstractContextManager | None = None) -> None:
+        def found() -> list[Any]:
+            made = model()
+            if context is None:
+                return [a for rows in self.parts.values() for a in answers(made, rows, self.collator)]
+            with context:
+                return [a for rows in self.parts.values() for a in answers(made, rows, self.collator)]
+
+        self._add_answers(kind, seed, way, found)
+
+    def _add_answers(self, kind: str, seed: int, way: str, found: Any) -> None:
+        if not self.ledger.records(kind=kind, seed=seed, way=way):
+            started = time.process_time()
+            self._add(kind, seed, way, by_task(found()), started)
+
+    def _add(self, kind: str, seed: int, way: str, result: dict[str, Any], started: float) -> None:
+        note = f"loss {result['loss']:.3f} in {time.process_time() - started:.0f} s"
+        self.ledger.add({"kind": kind, "seed": seed, "way": way, **result}, note)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+CONTRASTS = (
+    ("all linears", "ridge, k = 1, attention mean", "ridge, k = 1, attention route"),
+    ("all linears", "ridge, k = 1, attention dropped", "ridge, k = 1, attention mean"),
+    ("all linears", "ridge, k = 2, attention mean", "ridge, k = 1, attention mean"),
+    ("all linears", "picked by its prompt", "ridge, k = 1, attention route"),
+    ("all linears", "picked by its prompt", "ridge, k = 1, attention mean"),
+    *(
+        contrast
+        for kind in ("q and v", "FFN")
+        for contrast in (
+            (kind, "picked by its prompt", "ridge, k = 1"),
+            *((kind, f"{gates}, k = 2", f"{gates}, k = 1") for gates in GATES),
+        )
+    ),
+    *((kind, merge, "mean of the adapters") for kind in KINDS for merge in MERGES),
+)
+
+
+def report(ledger: Ledger) -> None:
+    """`results/lora_kinds.md`"""
+    runs = [run for run in ledger.records() if not run["way"].startswith("train")]
+    lines = [HEAD]
+    for kind in KINDS:
+        lines += [
+            f"## LoRAs on {kind}",
+            "",
+            f"| way | {' | '.join(TASKS)} | mean loss | exact answers | seeds |",
+            f"|---|{'---|' * (len(TASKS) + 3)}",
+        ]
+        for way in dict.fromkeys(run["way"] for run in runs if run["kind"] == kind):
+            of_way = [run for run in runs if (run["kind"], run["way"]) == (kind, way)]
+            cells = [f"{_mean([run['tasks'][task][0] for run in of_way]):.3f}" for task in TASKS]
+            losses = [run["loss"] for run in of_way]
+            exact = f"{_mean([run['exact'] for run in of_way]):.0%}"
+            cells += [f"{_mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})", exact, str(len(of_way))]
+            lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines.append("")
+    lines += ["## Differences within a seed", "", "| LoRAs on | A | B | loss of A − B |", "|---|---|---|---|"]
+    for kind, a, b in CONTRASTS:
+        of = {(run["seed"], run["way"]): run["loss"] for run in runs if run["kind"] == kind}
+        differences = [of[seed, a] - of[seed, b] for seed in SEEDS if (seed, a) in of and (seed, b) in of]
+        if differences:
+            cells = ", ".join(f"{difference:+.3f}" for difference in differences)
+            lines.append(f"| {kind} | {a} | {b} | {cells} |")
+    RESULTS.joinpath("lora_kinds.md").write_text("\n".join(lines) + "\n")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+HEAD = f"""# One model from LoRAs on attention, on FFNs, on both
+
+SmolLM2-135M-Instruct, four short tasks, LoRAs of rank {RANK} ({STEPS} steps of {BATCH} rows each), {HELD_OUT} held-out
+rows of each task; three seeds of the training and of the {CALIBRATION} rows of each task that calibrate the gates.
+Loss per answer token and share of answers that greedy decoding gives exactly; means over seeds, in brackets the range.
+*own*: each task its own adapter; *picked by its prompt*: one adapter for a row, by the mean of `ridge`'s gates over its
+prompt. The contrasts and what was expected of them are in the head of `studies/lora_kinds.py`; all runs are in
+`lora_kinds.jsonl`.
+"""
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    ledger = Ledger(RESULTS / "lora_kinds.jsonl")
+    if options.command == "report":
+        report(ledger)
+        return
+    score_answers_only()
+    LoraKinds(options.data, options.work / "lora_kinds", ledger).run()
+
+
+if __name__ == "__main__":
+    main()

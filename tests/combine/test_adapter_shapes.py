@@ -1,0 +1,175 @@
+"""LoRA adapters as trainers of all sorts write them: which become experts, and what is said of the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moe_peft import force_experts, lora_to_moe
+from moe_peft.combine.mix import mix
+from tests.helpers.mix_case import FFN, make_case, settings
+from tests.helpers.models import tiny_llama
+
+ALL = [*FFN, "q_proj", "k_proj", "v_proj", "o_proj"]
+OLD = {"auto_mapping", "revision", "rank_pattern", "alpha_pattern", "layers_pattern", "layers_to_transform"}
+# What PEFT 0.21 writes beside the fields of earlier versions, all turned off.
+NEW = {
+    "alora_invocation_tokens": None, "arrow_config": None, "corda_config": None, "ensure_weight_tying": False,
+    "eva_config": None, "exclude_modules": None, "kasa_config": None, "layer_replication": None, "lora_bias": False,
+    "lora_ga_config": None, "loftq_config": {}, "megatron_config": None, "megatron_core": "megatron.core",
+    "monteclora_config": None, "peft_version": "0.21.2", "qalora_group_size": 16, "target_parameters": None,
+    "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False, "velora_config": None,
+}  # fmt: skip
+
+# name → the LoRA's settings, and what its adapter_config.json has beside or instead ("…" leaves a field out).
+GOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "peft 0.3, q and v": ({"target_modules": ["q_proj", "v_proj"]}, dict.fromkeys(OLD, "…")),
+    "peft 0.6, all linears": ({"target_modules": ALL, "r": 2}, {"loftq_config": {}, "rank_pattern": {}}),
+    "peft 0.21": ({"target_modules": ALL}, NEW),
+    "of a newer peft, with its new fields off": (
+        {"target_modules": FFN}, {"use_mora": False, "mora_type": 6, "mora_mode": "sharing", "mora_config": None}
+    ),
+    "modules_to_save=[]": ({"target_modules": FFN}, {"modules_to_save": []}),
+    "empty mappings": ({"target_modules": FFN}, {"modules_to_save": {}, "loftq_config": {}, "target_parameters": []}),
+    "task of an encoder-decoder": ({"target_modules": FFN}, {"task_type": "SEQ_2_SEQ_LM"}),
+    "no task": ({"target_modules": FFN}, {"task_type": None}),
+    "task of features": ({"target_modules": ALL}, {"task_type": "FEATURE_EXTRACTION"}),
+    "a regex": ({"target_modules": r".*\.layers\.\d+\.mlp\.(up|down)_proj"}, {}),
+    "unsloth": (
+        {"target_modules": ALL, "lora_dropout": 0},
+        {"auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}, "lora_dropout": 0},
+    ),
+    "axolotl, rank 16 and alpha 32": ({"target_modules": ALL, "r": 16, "lora_alpha": 32}, {"peft_version": "0.18.0"}),
+    "rslora": ({"target_modules": ALL, "use_rslora": True}, {}),
+    "patterns": ({"target_modules": FFN, "rank_pattern": {"up_proj": 2}, "alpha_pattern": {"down_proj": 3}}, {}),
+    "alpha with a point": ({"target_modules": FFN}, {"lora_alpha": 8.0}),
+    "the main revision": ({"target_modules": FFN}, {"revision": "main"}),
+    "of some layers": ({"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}, {}),
+    "gaussian": ({"target_modules": FFN}, {"init_lora_weights": "gaussian"}),
+    "eva": ({"target_modules": FFN}, {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}),
+}  # fmt: skip
+# Ten of them, which become one mixture.
+TEN = [
+    "peft 0.3, q and v", "peft 0.6, all linears", "peft 0.21", "of a newer peft, with its new fields off",
+    "modules_to_save=[]", "task of an encoder-decoder", "a regex", "unsloth", "rslora", "patterns",
+]  # fmt: skip
+
+# name → what the config has, and what is said.
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "switched on in a newer peft": ({"use_mora": True}, "use_mora=True: this version of PEFT .* does not know it"),
+    "configured in a newer peft": ({"mora_config": {"type": 6}}, r"mora_config=\{'type': 6\}: this version of PEFT"),
+    "another type": ({"peft_type": "LOHA"}, "is an adapter of another type; give a LORA adapter"),
+    "a type of a newer peft": ({"peft_type": "MORA"}, "peft_type='MORA': PEFT .* has no such adapters"),
+    "dora": ({"use_dora": True}, "use_dora=True: DoRA scales the whole weight anew"),
+    "biases": ({"bias": "all"}, "bias='all': biases of the base were trained"),
+    "biases of its own": ({"lora_bias": True}, "lora_bias=True: an expert has no bias"),
+    "a head": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=.*lm_head.*: these were trained in full"),
+    "tokens": ({"trainable_token_indices": [3, 4]}, "trainable_token_indices=.*: embeddings of tokens were trained"),
+    "experts of a MoE": ({"target_parameters": ["mlp.experts.up"]}, "target_parameters=.*: LoRAs on parameters"),
+    "an activated LoRA": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens=.*: it is active after"),
+    "repeated layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=.*: its base has some layers"),
+    "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': it is to be added to a base that"),
+    "a quantized number": ({"alpha_pattern": {"up_proj": "8"}}, r"alpha_pattern\.up_proj='8': must be a number"),
+    "a rank in quotes": ({"r": "4"}, "r='4': must be a number"),
+    "a rank of 0": ({"rank_pattern": {"up_proj": 0}}, r"rank_pattern\.up_proj=0: must be a number from 1"),
+    "another rank": ({"r": 8}, r"has the ranks \(4, 4\), its config says 8"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    return make_case(tmp_path_factory.mktemp("shapes"), tokenizer)
+
+
+def write(folder: Path, case: Path, seed: int, lora: dict[str, Any], saved: dict[str, Any]) -> Path:
+    """An adapter with these settings, whose config says `saved` besides."""
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **lora})
+    model = get_peft_model(tiny_llama(vocab=128), config)
+    folder.mkdir()
+    save_file(get_peft_model_state_dict(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    values = json.loads(json.dumps(config.to_dict(), default=sorted)) | {"base_model_name_or_path": str(case / "base")}
+    values |= {"init_lora_weights": True, **saved}
+    values = {name: value for name, value in values.items() if value != "…" and name != "runtime_config"}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_adapters_of_real_shapes_become_experts_that_compute_the_same(name, case, tmp_path):
+    lora, saved = GOOD[name]
+    folder = write(tmp_path / "adapter", case, 7, lora, saved)
+    model = lora_to_moe(tiny_llama(vocab=128), [folder, case / "a"]).eval()
+    assert model.peft_config["default"].task_type == "CAUSAL_LM"
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.no_grad(), force_experts(model, 0):
+        output = model(ids).logits
+        expected = PeftModel.from_pretrained(tiny_llama(vocab=128), folder).eval()(ids).logits
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_an_expert_cannot_have_is_one_line(name, case, tmp_path):
+    saved, message = BAD[name]
+    folder = write(tmp_path / "adapter", case, 7, {"target_modules": FFN}, saved)
+    with pytest.raises(ValueError, match=message) as error:
+        mix(settings(
+            case, output=str(tmp_path / "out"), adapters=[str(folder), str(case / "a")], gates="arrow", data=None,
+            label_column=None,
+        ))  # fmt: skip
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_ten_of_real_shapes_are_one_mixture_without_a_word(case, tmp_path, caplog):
+    folders = [write(tmp_path / f"{i}", case, i, *GOOD[name]) for i, name in enumerate(TEN)]
+    with caplog.at_level(logging.WARNING):
+        mix(settings(
+            case, output=str(tmp_path / "out"), adapters=list(map(str, folders)), gates="arrow", data=None,
+            label_column=None,
+        ))  # fmt: skip
+    assert not [record.message for record in caplog.records if record.name.startswith("moe_peft")]
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (config["num_experts"], config["expert_names"]) == (10, list("0123456789"))
+
+
+def test_embeddings_must_be_the_bases(case, tmp_path):
+    """PEFT saves them beside the LoRA where tokens were added."""
+    base = AutoModelForCausalLM.from_pretrained(case / "base")
+    folder = write(tmp_path / "adapter", case, 7, {"target_modules": FFN}, {})
+    state = load_file(folder / "adapter_model.safetensors")
+    embeddings = base.get_input_embeddings().weight.detach().clone()
+
+    def saved(tensor):
+        names = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight")
+        head = base.get_output_embeddings().weight.detach().clone()
+        save_file({**state, names[0]: tensor, names[1]: head}, folder / "adapter_model.safetensors")
+
+    saved(embeddings)
+    assert lora_to_moe(base, [folder, case / "a"]).peft_config["default"].num_experts == 2
+    saved(embeddings + 1)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the base's: it was trained"):
+        lora_to_moe(AutoModelForCausalLM.from_pretrained(case / "base"), [folder, case / "a"])
+    saved(torch.cat([embeddings, embeddings[:2]]))
+    with pytest.raises(ValueError, match=r"has 130 rows, the base's 128: tokens were added, and experts"):
+        lora_to_moe(AutoModelForCausalLM.from_pretrained(case / "base"), [folder, case / "a"])
+
+
+def test_other_chat_templates_are_a_warning(case, tmp_path, tokenizer, caplog):
+    folders = [write(tmp_path / name, case, i, {"target_modules": FFN}, {}) for i, name in enumerate("xy")]
+    for folder, template in zip(folders, ("{{ messages }}", "{{ messages[0] }}"), strict=True):
+        tokenizer.save_pretrained(folder)
+        (folder / "chat_template.jinja").write_text(template)
+    with caplog.at_level(logging.WARNING, "moe_peft"):
+        mix(settings(
+            case, output=str(tmp_path / "out"), adapters=list(map(str, folders)), gates="arrow", data=None,
+            label_column=None,
+        ))  # fmt: skip
+    assert [r.message for r in caplog.records if "chat template" in r.message and "prompts may not look" in r.message]

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trl import SFTConfig
 
 from moe_peft import MoELoraConfig
+from moe_peft.adapter.dispatch_choice import DEVICES, Crossovers
 from moe_peft.training import estimate as planning
 
 from .adapter import METHODS, Case, time_ratios
@@ -44,6 +45,11 @@ class Shape:
     k: int = 2
     r: int = 8
     checkpointing: bool = True
+    device: str = "gpu"  # whose crossovers decide how experts are computed
+
+    @property
+    def crossovers(self) -> Crossovers:
+        return DEVICES[self.device]
 
     @property
     def head_dim(self) -> int:
@@ -82,7 +88,7 @@ def base_operations(s: Shape) -> int:
 def added_operations(s: Shape, method: str) -> int:
     """Low-rank products and the router, forward; a backward has twice as many, for inputs and weights."""
     d, f, n, C, R = s.hidden, s.intermediate, s.experts, s.experts * s.r, s.k * s.r
-    dense = C <= 128
+    dense = s.crossovers.columns >= C
     router = 2 * d * n
     if method == "base":
         return 0
@@ -90,14 +96,14 @@ def added_operations(s: Shape, method: str) -> int:
         return 2 * R * 3 * (d + f)
     if method == "projection":  # every product has all columns, or only the chosen experts'
         return router + 2 * (C if dense else R) * 3 * (d + f)
-    tokens, pairs = (C, C) if dense else (R, R)
-    return router + 2 * (2 * tokens * d + pairs * d + 3 * R * f)
+    hidden = s.k * C if s.crossovers.pair_columns >= C else R  # of a token's pairs
+    return router + 2 * (3 * (C if dense else R) * d + 3 * hidden * f)
 
 
 def traffic(s: Shape, method: str) -> tuple[int, int]:
     """Elements that the FFN's elementwise operations move, forward and backward, counted from their code."""
     f, k = s.intermediate, s.k
-    narrow = s.experts * s.r <= 128
+    narrow = s.experts * s.r <= s.crossovers.columns
     return {
         "base": (8 * f, 12 * f),
         "lora": (20 * f, 22 * f),
@@ -214,6 +220,7 @@ def check(rounds: int) -> Iterator[str]:
         s = Shape(
             hidden, config.intermediate_size, case.layers, config.num_attention_heads, config.num_key_value_heads,
             case.vocab, case.length, case.batch * case.length, case.experts, case.k, case.r, checkpointing=False,
+            device="cpu",
         )  # fmt: skip
         measured = time_ratios(case, rounds, compiled=False)
         rate, bandwidth = calibrate(s)

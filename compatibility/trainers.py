@@ -237,7 +237,8 @@ def make_trainer(trainer: str, setting: str, adapter: str, folder: Path, coeffic
     if setting == "Liger" and trainer == "Reward":  # else Liger gives a reward model a language model's forward
         settings["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
     settings |= GENERATES if "num_generations" in names else {}
-    settings |= {"gradient_checkpointing": False} if trainer != "Trainer" else {}
+    if setting != "compile":  # for speed; there, as TRL has it
+        settings["gradient_checkpointing"] = False
     rows = data(trainer)
     more = {} if trainer == "Trainer" else {"processing_class": tokenizer()}
     more |= {"reward_funcs": reward} if "num_generations" in names else {}

@@ -61,7 +61,7 @@ class Crossovers:
 
 # The CPU's are measured (`python -m benchmarks.dispatch`). A GPU's come from a roofline of an H100
 # (`python -m benchmarks.launches --methods`), until one has been measured (`python -m benchmarks.gpu`).
-_GPU = Crossovers(columns=1024, pair_columns=512, pairs=32, narrow_pairs=32)
+_GPU = Crossovers(columns=512, pair_columns=256, pairs=32, narrow_pairs=32)
 DEVICES = {
     "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=4),
     "gpu": _GPU,

@@ -37,10 +37,9 @@ def compliance(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN:
     torch.Size([1, 10])
     ```
     """
-    logits_LTN = stacked(router_logits)
-    if logits_LTN.shape[1:] != allowed_TN.shape:
+    if {logits_TN.shape for logits_TN in router_logits} != {allowed_TN.shape}:
         raise ValueError(f"compliance: allowed_TN has shape {list(allowed_TN.shape)}; give that of each layer's logits")
-    return (logits_LTN.softmax(-1) * allowed_TN).sum(-1)
+    return (stacked(router_logits).softmax(-1) * allowed_TN).sum(-1)
 
 
 def entropies(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:

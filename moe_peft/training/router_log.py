@@ -40,10 +40,8 @@ class RouterLog:
     def note(self, noted: Mapping[str, Sum]) -> None:
         """Values of one batch, by name."""
         sums = self._sums[self.trainer.model.training]
-        first = next(iter(noted.values()))[0].device
-        # Sums of many batches are in float64, which Apple's GPUs lack.
-        dtype = torch.float32 if first.type == "mps" else torch.float64
-        batch = torch.stack([part.detach().to(first, dtype) for pair in noted.values() for part in pair]).view(-1, 2)
+        device = next(iter(noted.values()))[0].device
+        batch = torch.stack([part.detach().to(device).float() for pair in noted.values() for part in pair]).view(-1, 2)
         for name, sum_2 in zip(noted, batch, strict=True):
             sums[name] = sums[name] + sum_2 if name in sums else sum_2
 

@@ -6,6 +6,7 @@ The versions that are installed here, as rows for docs/versions.md. `make test-l
 
 from __future__ import annotations
 
+import argparse
 import platform
 from importlib.metadata import version
 
@@ -13,6 +14,7 @@ PACKAGES = ("transformers", "peft", "trl", "accelerate", "datasets", "bitsandbyt
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     import torch
 
     print("| package | newest version |\n|---|---|")

@@ -84,7 +84,7 @@ class Dispatch:
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Experts' matrices [n, r, m] as products in this dtype take them."""
-        return A.to(dtype)
+        return A if A.dtype == dtype else A.to(dtype)
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         """One value per pair, [P] → [T, k] (the transpose of `pair_gates`)."""
@@ -272,7 +272,7 @@ class Gather(Dispatch):
 
     def _of_pairs(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrices of each pair's expert, [P, r, m]."""
-        return A.index_select(0, self.pair_experts()).to(dtype)
+        return super().cast(A.index_select(0, self.pair_experts()), dtype)
 
     def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(y_PM.unsqueeze(1), self._of_pairs(A, y_PM.dtype).transpose(1, 2)).squeeze(1)
@@ -378,7 +378,7 @@ class _Part(Dispatch):
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Experts' matrices [n, r, m] as products in this dtype take them."""
-        return A.to(dtype)
+        return A if A.dtype == dtype else A.to(dtype)
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         return values_P.index_select(0, self._rows.flatten()).view_as(self._rows)

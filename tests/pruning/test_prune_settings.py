@@ -84,7 +84,7 @@ def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: 
 
 
 def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(PrunableAdapter, "_pruned_config", lambda self, sizes: self.config)
+    monkeypatch.setattr(PrunableAdapter, "_pruned_config", lambda self, *args: self.config)
     monkeypatch.setattr(PrunableAdapter, "_check_router", lambda *args: None)
     with pytest.raises(ValueError, match="its config says"):
         prune_experts(folder, tmp_path / "pruned", drop=[1])

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from moe_peft.adapter.dispatch_choice import DEVICES
+
 from .adapter import DEVICE, DTYPE, TASKS, Case, compile_for, train_step
 from .dispatch import METHODS as WAYS
 from .dispatch import R, build, measure
@@ -102,7 +104,7 @@ def suggestion(records: list[Cells]) -> str:
             if best == "dense" and tokens >= 512:
                 (columns if mixing == "projection" else pair_columns).append(n * r)
             if best == "gather" and mixing == "output":
-                (narrow_pairs if n * r <= 128 else pairs).append(tokens * k)
+                (narrow_pairs if n * r <= DEVICES["gpu"].columns else pairs).append(tokens * k)
     found = {"columns": columns, "pair_columns": pair_columns, "pairs": pairs, "narrow_pairs": narrow_pairs}
     return f"Crossovers({', '.join(f'{name}={max(values)}' for name, values in found.items())})"
 

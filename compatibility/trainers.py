@@ -110,7 +110,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "resume": {"save_strategy": "steps", "save_steps": STEPS // 2},
     "Liger": {"use_liger_kernel": True},
-    "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "compile": {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": True},
 }  # fmt: skip
 IN_LOOP = ("plain", "resume", "compile")
 COMMON = {
@@ -230,15 +230,13 @@ def make_trainer(trainer: str, setting: str, adapter: str, folder: Path, coeffic
     cls, config_class = TRAINERS[trainer]
     if trainer == "Reward" and adapter != "LoRA":
         cls, config_class = MoERewardTrainer, MoERewardConfig
-    settings = dict(SETTINGS[setting])
+    settings = {"gradient_checkpointing": False, **SETTINGS[setting]}
     names = {field.name for field in fields(config_class)}
     if not settings.keys() <= names:
         raise NotOffered
     if setting == "Liger" and trainer == "Reward":  # else Liger gives a reward model a language model's forward
         settings["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
     settings |= GENERATES if "num_generations" in names else {}
-    if setting != "compile":  # for speed; there, as TRL has it
-        settings["gradient_checkpointing"] = False
     rows = data(trainer)
     more = {} if trainer == "Trainer" else {"processing_class": tokenizer()}
     more |= {"reward_funcs": reward} if "num_generations" in names else {}

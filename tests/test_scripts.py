@@ -193,7 +193,7 @@ def test_the_gpu_benchmark_goes_on_where_it_stopped_and_suggests_constants(tmp_p
         {"name": "projection 32/2/8", "cells": [("8192", fast), ("8", slow)]},
         {"name": "projection 64/2/8", "cells": [("8192", {"dense": 2.0, "blocks": 1.0})]},
         {"name": "output 8/2/8", "cells": [("4", slow), ("8", slow), ("16", fast)]},
-        {"name": "output 64/2/8", "cells": [("16", slow), ("32", fast)]},
+        {"name": "output 128/2/8", "cells": [("16", slow), ("32", fast)]},
     ]
     assert gpu.suggestion(records) == "Crossovers(columns=256, pair_columns=0, pairs=32, narrow_pairs=16)"
 

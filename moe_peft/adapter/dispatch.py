@@ -376,10 +376,6 @@ class _Part(Dispatch):
     _rows: torch.Tensor
     _tokens: torch.Tensor
 
-    def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Experts' matrices [n, r, m] as products in this dtype take them."""
-        return A if A.dtype == dtype else A.to(dtype)
-
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         return values_P.index_select(0, self._rows.flatten()).view_as(self._rows)
 

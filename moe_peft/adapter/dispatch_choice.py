@@ -96,7 +96,7 @@ def pin_dispatch(method: Method) -> Iterator[None]:
             batched products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of
             the expert's matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's
             input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
-            which holds outside the block: chosen by measured crossover points.
+            which holds outside the block: chosen by the device's crossovers.
 
     Example:
 
@@ -134,8 +134,8 @@ def choose_method(
     The fastest method for a batch.
 
     Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
-    (`Dispatch.update`), so soon products with all experts are as fast, as long as they are narrow.
-    Mixing "output" takes blocks for many pairs, or a GPU's grouped products, which need no padding.
+    (`Dispatch.update`), so soon products with all experts are as fast, as long as they are narrow. Mixing "output"
+    takes blocks for many pairs, or a GPU's grouped products, which need no padding.
 
     Args:
         unit: a common divisor of the rank and all widths.

@@ -27,6 +27,7 @@ from ..native.folders import (
     MoELoraFolder,
     NativeFolder,
     WholeModel,
+    base_named,
     open_folder,
 )
 from ..native.safetensors_io import new_folder
@@ -346,8 +347,7 @@ def _keep_sums(settings: MixSettings, sums: Sequence[Sums], folder: Path) -> Non
 def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
     """The base of adapters that become experts of one mixture; all must name the same, in one revision."""
     bases = [adapter.base for adapter in adapters]
-    places = [Path(base.path).resolve() if Path(base.path).exists() else base.path for base in bases]
-    named = [f"{place} ({base.revision or 'main'})" for place, base in zip(places, bases, strict=True)]
+    named = [base_named(base.path, base.revision) for base in bases]
     for adapter, name in zip(adapters, named, strict=True):
         if name != named[0]:
             raise InputError(

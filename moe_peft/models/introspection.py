@@ -45,10 +45,8 @@ NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config
 
 def expert_names(model: Any) -> list[str] | None:
     """The names of the experts of the active adapter, or of a native MoE; None if they have none."""
-    config = getattr(model, "active_peft_config", None)
-    if config is not None and not config.is_prompt_learning and hasattr(config, "expert_names"):
-        return config.expert_names
-    return getattr(text_config(model), NAMES_FIELD, None)
+    names = getattr(getattr(model, "active_peft_config", None), "expert_names", None)
+    return names or getattr(text_config(model), NAMES_FIELD, None)
 
 
 _ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
@@ -157,10 +155,8 @@ def _chosen(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
     """Routers' choices as masks, bool [T, n], the top k if they were not seen; and their gates [T, k], if they were."""
     full = [choice for choice in choices if choice is not None and choice[1] is not None]
-    if (
-        len(full) == len(choices)
-        and len({(x.shape, x.device) for choice in full for x in choice if x is not None}) == 1
-    ):
+    kinds = {(x.shape, x.device) for choice in full for x in choice if x is not None}
+    if len(full) == len(choices) and len(kinds) == 1:
         # The usual case, in a few operations for all layers.
         experts_LTK, gates_LTK = (torch.stack(of_layers) for of_layers in zip(*full, strict=True))
         return chosen_experts(experts_LTK, gates_LTK, logits[0].shape[-1]).unbind(), gates_LTK.unbind()

@@ -209,6 +209,11 @@ def _refuse_adapter(folder: str | os.PathLike, source: object) -> None:
         )
 
 
+def base_named(name: str, revision: str | None) -> str:
+    """A base and its revision, the same however its folder is named."""
+    return f"{Path(name).resolve() if Path(name).exists() else name} ({revision or 'main'})"
+
+
 def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
     """The folder, which must be of one of these kinds."""
     if not isinstance(folder, wanted):

@@ -254,9 +254,8 @@ class Steering:
             # logit that is not finite would make it NaN.
             return logits_TN.gather(1, experts_T1).nan_to_num() * 0 + 1, experts_T1
         assert self.allowed is not None
-        return choose(
-            logits_TN.masked_fill(_per_token(self.allowed, logits_TN).logical_not(), -torch.inf), k, normalize
-        )
+        forbidden_TN = _per_token(self.allowed, logits_TN).logical_not()
+        return choose(logits_TN.masked_fill(forbidden_TN, -torch.inf), k, normalize)
 
 
 def _per_token(rows_B: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:

@@ -69,20 +69,13 @@ def balancing_loss(
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
-    pooled = []
-    for size, layers in _by_size(sizes or [n] * len(f_LN)).items():
+    sizes, pooled = sizes or [n] * len(f_LN), []
+    for size in sorted(set(sizes)):
+        layers = [i for i, other in enumerate(sizes) if other == size]
         f_MN, P_MN = _rows(f_LN, layers), _rows(P_LN, layers)
         products = (f_MN * P_MN).sum() if scope == "layer" else len(layers) * (f_MN.mean(0) * P_MN.mean(0)).sum()
         pooled.append(size / len(f_LN) * products)
     return torch.stack(pooled).sum()
-
-
-def _by_size(sizes: Sequence[int]) -> dict[int, list[int]]:
-    """Number of experts → the layers that have so many."""
-    layers: dict[int, list[int]] = {}
-    for i, size in enumerate(sizes):
-        layers.setdefault(size, []).append(i)
-    return layers
 
 
 def _rows(x_LN: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:

@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..routing.expert_map import label_text
 from ..utils.messages import InputError
-from .data import IGNORED as IGNORED
-from .data import check_label_column
+from .data import IGNORED, check_label_column
 
 COLUMN = "token_labels"
 NO_LABEL = -1  # for padding

@@ -28,7 +28,7 @@ from ..models.introspection import (
 )
 from ..models.layer import routed_layers, router_parameters
 from ..models.steering import steered
-from ..routing.gates import Steering
+from ..routing.gates import Steering, stacked
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope
 from ..routing.statistics import compliance, counted_experts, entropies
 from ..utils.compat import loss_is_of_whole_step
@@ -251,8 +251,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         """The inputs of the losses: the tokens of all passes, concatenated."""
         # Each layer's logits and the mask, one pass after the other.
         device = passes[0].router_logits[0].device  # layers may be on different ones
-        of_passes = [torch.stack([logits_TN.to(device) for logits_TN in seen.router_logits]).float() for seen in passes]
-        logits_LTN = of_passes[0] if len(passes) == 1 else torch.cat(of_passes, dim=1)
+        logits_LTN = torch.cat([stacked(seen.router_logits) for seen in passes], dim=1)
         mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
         # What labels say of the tokens, if there are some.
         allowed_TN = label_mask_T = None

@@ -22,7 +22,7 @@ from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
 from ..models.gate_init import init_gates
 from ..models.layer import router_parameters
-from ..native.folders import LoraFolder, MoELoraFolder, open_folder
+from ..native.folders import LoraFolder, MoELoraFolder, base_named, open_folder
 from ..training.scoring import to_device
 from ..utils.messages import InputError
 from .expand import expand_experts
@@ -203,10 +203,10 @@ class LoraExperts(ExpertKind):
 
     def check_base(self, seed: int) -> None:
         self.planned(self.base.empty(), seed)  # raises for an adapter that the base cannot have
-        own = _base_named(self.base.name_or_path, self.base.revision)
+        own = base_named(self.base.name_or_path, self.base.revision)
         for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
             config = open_folder(path, "prepare.adapters", LoraFolder).config
-            theirs = _base_named(config.base_model_name_or_path or self.base.name_or_path, config.revision)
+            theirs = base_named(config.base_model_name_or_path or self.base.name_or_path, config.revision)
             if theirs != own:
                 logger.warning("prepare.adapters=%r: was trained on %s, the recipe's model is %s", path, theirs, own)
 
@@ -249,11 +249,6 @@ class LoraExperts(ExpertKind):
                     f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out"
                 )
         return replace(recipe.moe_config(), use_rslora=False, **determined)
-
-
-def _base_named(name: str, revision: str | None) -> str:
-    """A base and its revision, the same however its folder is named."""
-    return f"{Path(name).resolve() if Path(name).exists() else name} ({revision or 'main'})"
 
 
 def _saved_name(index: int) -> str:

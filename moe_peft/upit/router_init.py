@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..native.folders import LoraFolder, open_folder
-from ..training.labels import IGNORED
+from ..training.data import IGNORED
 from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer, tokenized
 from ..training.resuming import Trained, train
@@ -110,9 +110,8 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         counts = torch.stack([
             torch.stack([(batch["labels"][:, 1:] != IGNORED).sum(), batch["attention_mask"].sum()]) for batch in batches
         ])  # fmt: skip
-        self.answers_in_step, self.tokens_in_step = self.accelerator.reduce(counts.sum(0).to(device), "sum").clamp(
-            min=1
-        )
+        of_step = self.accelerator.reduce(counts.sum(0).to(device), "sum").clamp(min=1)
+        self.answers_in_step, self.tokens_in_step = of_step
         return batches, num_items
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

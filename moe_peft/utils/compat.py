@@ -65,8 +65,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     ),
     # Labels of tokens, in `training.trainers`.
     "trl.SFTTrainer": ("_prepare_dataset", "aux_loss_enabled"),
-    # The fused head, in `training.scoring` and UpIT's router initialisation: never all logits at once, and as tested in
-    # TRL as a head of our own could be here.
+    # The fused head, in `training.scoring` and UpIT's router initialisation: never all logits at once, tested by TRL.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),
     # What Liger binds its forwards with, replaced in `adapter.liger`.

@@ -7,12 +7,16 @@ import sys
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import get_peft_model
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from moe_peft import MoELoraConfig, pin_dispatch
+from moe_peft import MoELoraConfig, MoESFTTrainer, pin_dispatch
 from moe_peft.adapter.router_recorder import state
 from tests.helpers.models import tiny_llama
+from tests.helpers.words import word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -141,3 +145,25 @@ def test_a_compiled_model_with_checkpoints_has_the_same_loss_and_gradients_thoug
     for _ in range(2):
         torch.testing.assert_close(trained(compiled, batch), expected, rtol=1e-4, atol=1e-6)
     assert state.current.collection is None
+
+
+@pytest.mark.parametrize("trainer", [Trainer, SFTTrainer, MoESFTTrainer])
+def test_compiled_trainers_with_checkpoints_log_the_same_loss(trainer, tmp_path):
+    def first_step(**options) -> dict[str, float]:
+        torch._dynamo.reset()
+        made = trainer(
+            model=model("output"),
+            args=(TrainingArguments if trainer is Trainer else SFTConfig)(
+                str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, bf16=False, report_to="none",
+                disable_tqdm=True, save_strategy="no", **options,
+            ),
+            train_dataset=Dataset.from_dict({"input_ids": IDS.tolist(), "labels": IDS.tolist()}),
+            **({} if trainer is Trainer else {"processing_class": word_tokenizer(128)}),
+        )  # fmt: skip
+        made.train()
+        log = made.state.log_history[0]
+        assert trainer is Trainer or log["aux_loss"] > 1
+        return {name: log[name] for name in ("loss", "aux_loss", "grad_norm") if name in log}
+
+    compiled = {"gradient_checkpointing": True, "torch_compile": True, "torch_compile_backend": "eager"}
+    assert first_step(**compiled) == pytest.approx(first_step(gradient_checkpointing=False), rel=1e-4)

@@ -12,10 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tracing import Trace
-from moe_peft import MoELoraConfig, allow_experts, force_experts
+from moe_peft import MoELoraConfig
 from moe_peft.adapter import dispatch_choice
 from moe_peft.adapter.experts import EXPERTS
 from moe_peft.adapter.layers import MoELoraFFN
+from moe_peft.models.layer import routed_layers
+from moe_peft.models.steering import steered
 from moe_peft.routing import RouterSettings, make_router
 from moe_peft.routing.gates import Steering
 from moe_peft.routing.losses import balancing_loss
@@ -101,21 +103,14 @@ def test_a_hash_router_does_not_wait_either(gpu):
     assert sorted(seen.waits) == sorted(of_base.waits)
 
 
-@pytest.mark.parametrize("steer", [
-    lambda model: force_experts(model, torch.tensor([0, 3])), lambda model: allow_experts(model, [0, 1, 5]),
-])  # fmt: skip
-def test_a_steered_pass_copies_nothing_to_the_device(steer, gpu):
-    gpu("gpu")
-    model = meta_model(layers=3)
-    x = torch.empty(2, 9, D, dtype=torch.bfloat16, device="meta")
-    layers = [module for module in model.modules() if isinstance(module, MoELoraFFN)]
-    with steer(model):
-        for layer in layers:
-            # What `steered` puts there on a real device; those of meta are offloaded, and keep the CPU's.
-            layer.steering = layer.steering.to(torch.device("meta"))
-            with Trace() as seen, torch.no_grad():
-                layer(x)
-            assert seen.waits == []
+@pytest.mark.parametrize("steering", [
+    Steering(experts=torch.tensor([0, 3])), Steering(allowed=torch.ones(2, 8) > 0),
+], ids=["forced", "allowed"])  # fmt: skip
+def test_routing_by_a_steering_on_the_device_does_not_wait(steering):
+    logits = torch.empty(2 * 9, 8, device="meta")
+    with Trace() as seen:
+        steering.to(torch.device("meta")).route(logits, K, True)
+    assert seen.waits == ["_to_copy"]  # which `to` itself is
 
 
 def test_a_trace_sees_what_would_wait():
@@ -160,7 +155,7 @@ def moved(module: torch.nn.Module, device: str) -> torch.nn.Module:
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                tensors[name] = None if tensor is None else torch.empty_like(tensor, device=device)
+                tensors[name] = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return module
 
 
@@ -183,11 +178,20 @@ def test_biases_on_another_device_than_the_logits_that_the_loss_counts(router_ty
         assert balancing_loss(logits, K, chosen=chosen).device == torch.device("cuda:0")
 
 
-def test_steering_goes_to_the_device_of_each_layer():
+def test_steering_goes_to_the_device_of_each_layer_once():
+    model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=N))
+    layers = [layer.module for layer in routed_layers(model)]
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     with FakeTensorMode(), OneDevice():
+        for layer, device in zip(layers, devices, strict=True):
+            moved(layer, str(device))
         for steering in (Steering(experts=torch.zeros(2, dtype=torch.long)), Steering(allowed=torch.ones(2, N) > 0)):
-            gates, experts = steering.to(torch.device("cuda:1")).route(torch.empty(T, N, device="cuda:1"), K, True)
-            assert {gates.device, experts.device} == {torch.device("cuda:1")}
+            with steered(model, steering):
+                for layer, device in zip(layers, devices, strict=True):
+                    own = layer.steering.allowed if layer.steering.experts is None else layer.steering.experts
+                    assert own.device == device
+                    gates, experts = layer.steering.route(torch.empty(T, N, device=device), K, True)
+                    assert {gates.device, experts.device} == {device}
 
 
 @pytest.mark.parametrize("mixing", ["output", "projection"])

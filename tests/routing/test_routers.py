@@ -385,3 +385,10 @@ def test_a_subclass_says_itself_whether_it_is_a_linear_gate():
 def test_salts_are_of_62_bits():
     salts = torch.cat([make_router(16, 64, RouterSettings("hash")).salt for _ in range(4)])
     assert salts.max() > 2**60 and len(salts.unique()) == len(salts)
+
+
+@pytest.mark.parametrize("d, n", [(16, 4), (17, 4), (18, 5), (33, 7), (5, 5), (3, 5)])
+def test_locmoes_parts_are_those_of_adaptive_pooling(d, n):
+    x = torch.randn(6, d, dtype=torch.float64)
+    expected = torch.nn.functional.adaptive_avg_pool1d(x, n)
+    torch.testing.assert_close(make_router(d, n, RouterSettings("locmoe"))(x), expected, rtol=1e-12, atol=1e-12)

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft.training.router_log import RouterLog
 from tests.helpers.models import tiny_llama
 from tests.helpers.trainers import LABELS, arguments, make_trainer
 from tests.helpers.upit_case import rows
@@ -53,28 +52,26 @@ def waits() -> Iterator[_Waits]:
 
 def counts(trainer) -> tuple[set[int], int]:
     """
-    Waits in each micro-batch, forward, losses and backward, but for the first of all; and in what routers add to a log,
-    where the sums are brought to the CPU.
+    Waits in each micro-batch, forward, losses and backward, but for the first of all; and how often all logs together
+    bring something to the CPU.
     """
-    steps, logs = [], []
+    steps, copies = [], []
+    step, log, cpu = trainer.training_step, trainer.log, torch.Tensor.cpu
 
-    def counted(name, into):
-        original = getattr(type(trainer), name)
+    def counted_step(*args, **kwargs):
+        with waits() as seen:
+            loss = step(*args, **kwargs)
+        steps.append(seen.count)
+        return loss
 
-        def call(*args, **kwargs):
-            with waits() as seen:
-                result = original(trainer, *args, **kwargs)
-            into.append(seen.count)
-            return result
+    def counted_log(*args, **kwargs):
+        with mock.patch.object(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or cpu(tensor)):
+            log(*args, **kwargs)
 
-        return mock.patch.object(trainer, name, call)
-
-    brought = RouterLog._of_all
-    count = mock.patch.object(RouterLog, "_of_all", lambda log, sums: logs.append(1) or brought(log, sums))
-    with counted("training_step", steps), count:
+    with mock.patch.object(trainer, "training_step", counted_step), mock.patch.object(trainer, "log", counted_log):
         trainer.train()
     assert len(steps) == STEPS * ACCUMULATION
-    return set(steps[1:]), len(logs)
+    return set(steps[1:]), len(copies)
 
 
 ARGUMENTS = {"max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATION, "logging_steps": LOGGING_STEPS}
@@ -90,6 +87,6 @@ def test_a_step_waits_as_often_as_that_of_a_lora(own, tokenizer, tmp_path):
     data = Dataset.from_list(rows(24))
     args = arguments(tmp_path / "lora", SFTConfig, **ARGUMENTS)
     of_lora, _ = counts(SFTTrainer(lora, args, train_dataset=data, processing_class=tokenizer))
-    of_step, of_log = counts(make_trainer(tmp_path / "moe", tokenizer, data=data, **ARGUMENTS, **own))
-    assert max(of_step) <= max(of_lora)
-    assert of_log == 2 * STEPS // LOGGING_STEPS  # the sums of losses, and the loads
+    of_ours, in_logs = counts(make_trainer(tmp_path / "moe", tokenizer, data=data, **ARGUMENTS, **own))
+    assert max(of_ours) <= max(of_lora)
+    assert in_logs == 2 * STEPS // LOGGING_STEPS  # the sums of losses, and the loads

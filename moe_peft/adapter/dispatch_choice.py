@@ -134,8 +134,8 @@ def choose_method(
     The fastest method for a batch.
 
     Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
-    (`Dispatch.update`), so soon products with all experts are as fast, as long as they are narrow. Mixing "output"
-    takes blocks for many pairs, or a GPU's grouped products, which need no padding.
+    (`Dispatch.update`), so products with all experts are as fast, as long as they are narrow and not many more. Mixing
+    "output" takes blocks for many pairs, or a GPU's grouped products, which need no padding.
 
     Args:
         unit: a common divisor of the rank and all widths.
@@ -150,7 +150,7 @@ def choose_method(
     columns = num_experts * r
     narrow = columns <= best.columns
     if narrow and not mixes_outputs:
-        few = tokens == 1 or 2 * tokens * k <= num_experts  # all experts would be more to read
+        few = 8 * tokens * k <= num_experts  # all experts would be much more to read
         return "gather" if few and tokens * k <= best.narrow_pairs else "dense"
     if tokens * k <= (best.narrow_pairs if narrow else best.pairs):
         return "gather"

@@ -123,7 +123,7 @@ class MoELoraLayer(BaseTunerLayer):
     def running_adapters(self, x: torch.Tensor) -> list[str]:
         """The active adapters that this layer has, if it is not disabled."""
         running = [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
-        if not x.is_meta and any(p.is_meta for a in running for p in self.expert_parameters(a)[0].values()):
+        if not x.is_meta and any(next(iter(self.expert_parameters(a)[0].values())).is_meta for a in running):
             raise InputError(  # products of tensors without values give any numbers
                 f"MoE-LoRA: adapter {running[0]!r}: its experts are offloaded, and nothing brings them back; load the "
                 "adapter with a device_map of GPUs alone"

@@ -175,7 +175,7 @@ class Dispatch:
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
                 table.index_add_(0, part.pair_rows(), h_PR)  # not a copy, as padding adds zeros
-            return _plus_product(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1), in_place)
+            return plus_product(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1), in_place)
         for h_PR, part in zip(weighted, self.parts, strict=True):
             base_TM = _apply(_ExpandCollect, part, base_TM, h_PR, B)
         return base_TM
@@ -195,7 +195,7 @@ class Dispatch:
         updated = []
         for x_TM, A_NRM, B_NRM, base_TM in zip(x, A, B, base, strict=True):
             h_TC = self.weighted_columns(x_TM, A_NRM).to(base_TM.dtype)
-            updated.append(_plus_product(base_TM, h_TC, B_NRM.flatten(0, 1), in_place))
+            updated.append(plus_product(base_TM, h_TC, B_NRM.flatten(0, 1), in_place))
         return updated
 
     def weighted_columns(self, x_TM: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,8 @@ class Dispatch:
         return h_TC * gates_TC
 
 
-def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
+def plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """`base + h B`, [T, m]; with `in_place`, base may be overwritten."""
     return base_TM.addmm_(h_TC, B_CM) if in_place else torch.addmm(base_TM, h_TC, B_CM)
 
 

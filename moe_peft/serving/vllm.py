@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,14 @@ if TYPE_CHECKING:
 
 ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
 PREFIX = "MoELora"  # of our architectures' names
-# Architectures of bases that are served, each with its class in `vllm_models`.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Architectures of bases that are served; `vllm_models` makes their classes.
+ARCHITECTURES = (
+    "CohereForCausalLM", "Cohere2ForCausalLM", "Exaone4ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+)  # fmt: skip
+# Modules of these that experts may be on: an FFN, or any linear of an FFN or an attention.
+_SERVED = re.compile(r"model\.layers\.\d+\.(mlp|(mlp|self_attn)\.\w+)")
 
 
 def register() -> None:
@@ -65,6 +73,7 @@ def use_base(engine: Any, adapter: MoELoraFolder) -> None:
             f"{adapter}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
             "it with `moe-peft export`"
         )
+    check_served(adapter, engine.tensor_parallel_size, engine.pipeline_parallel_size)
     if not isinstance(engine.hf_overrides, dict):
         raise InputError("hf_overrides: a function; with an adapter's folder as the model, give a dictionary")
     engine.hf_overrides = {
@@ -73,6 +82,52 @@ def use_base(engine: Any, adapter: MoELoraFolder) -> None:
         ADAPTER_FIELD: os.path.abspath(adapter.path),
     }
     if engine.tokenizer is None and adapter.has_tokenizer:
-        engine.tokenizer = adapter.path  # training may have changed its chat template and EOS token
+        engine.tokenizer = _tokenizer_folder(adapter)  # training may have changed its chat template and EOS token
     engine.served_model_name = engine.served_model_name or adapter.path
     engine.model, engine.revision = adapter.base.path, adapter.base.revision
+
+
+_folders: list[tempfile.TemporaryDirectory] = []  # as long as the process
+
+
+def _tokenizer_folder(adapter: MoELoraFolder) -> str:
+    """A folder with the adapter's tokenizer and the base's config, without which vLLM reports errors and goes on."""
+    _folders.append(tempfile.TemporaryDirectory())
+    folder = Path(_folders[-1].name)
+    for file in adapter.folder.iterdir():
+        if file.is_file() and not file.name.startswith("adapter_"):
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").symlink_to((adapter.base.folder / "config.json").resolve())
+    return str(folder)
+
+
+def check_served(adapter: MoELoraFolder, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    """
+    Raises:
+        ValueError: the adapter's tensors do not fit its config and base, or vLLM cannot compute what it does.
+    """
+    from ..adapter.layers import MoELoraFFN, MoELoraLayer
+
+    adapter.check_tensors()
+    if pipeline_parallel_size > 1:
+        raise InputError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")
+    if adapter.config.router_class.by_token_id:
+        raise InputError(
+            f"{adapter}: router_type={adapter.config.router_type!r}: vLLM's layers do not see token ids; serve it with "
+            "transformers and PEFT"
+        )
+    for name, layer in adapter.empty.base_model.model.named_modules():
+        if not isinstance(layer, MoELoraLayer):
+            continue
+        if not _SERVED.fullmatch(name):
+            raise InputError(
+                f"{adapter}: {name} has experts, and vLLM serves those on FFNs and on linears of FFNs and attentions; "
+                "serve it with transformers and PEFT"
+            )
+        in_parts = isinstance(layer, MoELoraFFN) and tensor_parallel_size > 1
+        if in_parts and getattr(layer.projection(layer.layout.down), "bias", None) is not None:
+            raise InputError("tensor_parallel_size: experts on FFNs with biases need 1")
+    if adapter.base.config.get_text_config().tie_word_embeddings:
+        trained = (key for key in adapter.tensors if "embed_tokens" in key or "lm_head" in key)
+        if (key := next(trained, None)) is not None:
+            raise InputError(f"{adapter}: {key} was trained, and the base ties it to another; export it")

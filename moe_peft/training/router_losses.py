@@ -62,7 +62,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         kwargs: the trainer's arguments; put this class before the trainer's among the bases.
 
     Raises:
-        ValueError: the model has no routers, nothing is left to train, or vLLM would generate with an adapter.
+        ValueError: the model has no routers, nothing is left to train, or `use_vllm` with an adapter in a trainer that
+            would merge it.
         RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
 
     Example:
@@ -82,12 +83,9 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = (*args, *kwargs.values())
-        if trains_adapter(arguments) and any(getattr(argument, "use_vllm", None) is True for argument in arguments):
-            raise InputError(
-                "use_vllm=True: vLLM takes the weights of merged adapters, and a MoE-LoRA cannot be merged; "
-                "leave it out"
-            )
-        super().__init__(*args, **kwargs)
+        by_vllm = trains_adapter(arguments) and any(getattr(arg, "use_vllm", None) is True for arg in arguments)
+        with _rollouts_of_adapters(type(self)) if by_vllm else nullcontext():
+            super().__init__(*args, **kwargs)
         for f in fields(RouterLossConfig):
             if not hasattr(self.args, f.name):  # a plain config
                 setattr(self.args, f.name, f.default)
@@ -338,3 +336,9 @@ def _without_balancing(config: Any) -> Iterator[None]:
 def _logged(name: str) -> str:
     """A loss's name in the log; that of the balancing loss is TRL's."""
     return "aux_loss" if name == "aux" else f"router_{name}_loss"
+
+
+def _rollouts_of_adapters(trainer: type) -> AbstractContextManager[None]:
+    from .rollouts import rollouts_of_adapters  # imports vLLM
+
+    return rollouts_of_adapters(trainer)

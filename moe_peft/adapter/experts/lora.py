@@ -16,7 +16,7 @@ from torch import nn
 
 from ...utils.expert_merging import mean_updates, update_gram
 from ...utils.torch_contexts import without_autocast
-from ..dispatch import Dispatch
+from ..dispatch import Dispatch, plus_product
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
 from .base import Experts, FFNHost, LinearHost, Shapes
 
@@ -184,7 +184,7 @@ class LoraExperts(Experts):
         with without_autocast(x_TM):
             if dispatch is None:
                 outputs = [
-                    torch.addmm(y_TM, (x_TM @ A_1RM[0].T) * self.scaling, B_1RM[0])
+                    plus_product(y_TM, (x_TM @ A_1RM[0].T) * self.scaling, B_1RM[0], in_place)
                     for y_TM, x_TM, A_1RM, B_1RM in zip(outputs, x, A, B, strict=True)
                 ]
             else:

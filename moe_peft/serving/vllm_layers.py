@@ -1,0 +1,300 @@
+"""
+Our experts around vLLM's FFNs and linears.
+
+vLLM computes q, k and v in one linear, and gate and up. Each of them has experts and a router of its own here, as in
+the adapter. Under tensor parallelism a process has a part of the FFN's intermediate features and of the heads.
+
+Legend: T tokens, n experts, r rank, d hidden size, f the FFN's intermediate size, m a width (in or out features).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ..adapter.dispatch import Dispatch
+from ..adapter.dispatch_choice import make_dispatch
+from ..adapter.experts import Experts
+from ..adapter.experts.base import empty_parameters
+from ..adapter.ffn_layout import FFNLayout
+from ..routing.routers import Router, make_router
+
+_ADAPTER = "default"
+
+
+class Segment(NamedTuple):
+    """Of consecutive features, those that this process computes."""
+
+    full: int
+    start: int
+    size: int
+
+
+Axis = Sequence[Segment]  # the features of a projection's input or output
+
+
+def own_part(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """The part of a tensor with all features of an axis that belongs to this process."""
+    pieces = tensor.split([segment.full for segment in axis], dim)
+    return torch.cat([p.narrow(dim, s.start, s.size) for p, s in zip(pieces, axis, strict=True)], dim)
+
+
+def full_size(axis: Axis) -> int:
+    return sum(segment.full for segment in axis)
+
+
+def own_size(axis: Axis) -> int:
+    return sum(segment.size for segment in axis)
+
+
+def axes_of(linear: Any, names: Sequence[str]) -> dict[str, tuple[Axis, Axis]]:
+    """
+    The in and out features of the projections that one of vLLM's linears computes.
+
+    Args:
+        names: of the projections in the adapter: one for each of the linear's outputs, or one for all.
+    """
+    if isinstance(linear, RowParallelLinear):
+        size = linear.input_size_per_partition
+        of_input = [Segment(linear.input_size, linear.tp_rank * size, size)]
+        return dict.fromkeys(names, (of_input, [Segment(linear.output_size, 0, linear.output_size)]))
+    of_input = [Segment(linear.input_size, 0, linear.input_size)]
+    if isinstance(linear, QKVParallelLinear):
+        kv_rank, widths = linear.tp_rank // linear.num_kv_head_replicas, (linear.head_size, linear.v_head_size)
+        outputs = [_heads(linear.total_num_heads, linear.num_heads, linear.head_size, linear.tp_rank)] + [
+            _heads(linear.total_num_kv_heads, linear.num_kv_heads, width, kv_rank) for width in widths
+        ]
+    else:
+        sizes = linear.output_partition_sizes
+        outputs = [Segment(size * linear.tp_size, linear.tp_rank * size, size) for size in sizes]
+    of_names = [outputs] if len(names) == 1 else [[segment] for segment in outputs]
+    return {name: (of_input, axis) for name, axis in zip(names, of_names, strict=True)}
+
+
+def _heads(total: int, own: int, width: int, rank: int) -> Segment:
+    return Segment(total * width, rank * own * width, own * width)
+
+
+class Host(nn.Module):
+    """
+    The experts and the router of one module: what a `LinearHost` or an `FFNHost` has for its only adapter.
+
+    Args:
+        name: the module's name in the adapter.
+        spec: the settings of its experts.
+        axes: in and out features by projection ("weight" of a single linear).
+        router_input: d, what the router reads.
+    """
+
+    def __init__(self, name: str, spec: Experts, axes: dict[str, tuple[Axis, Axis]], router_input: int) -> None:
+        super().__init__()
+        self.name, self.spec, self.moe_lora_spec, self.axes = name, spec, {_ADAPTER: spec}, axes
+        full, own = ({p: (size(a), size(b)) for p, (a, b) in axes.items()} for size in (full_size, own_size))
+        self._shapes = spec.shapes(full), spec.shared_shapes(full)
+        self._unit = math.gcd(spec.rank, *(size for sizes in own.values() for size in sizes))
+        self.moe_lora_A, self.moe_lora_B = empty_parameters(spec.shapes(own))
+        self.moe_lora_shared_A, self.moe_lora_shared_B = empty_parameters(spec.shared_shapes(own))
+        self.moe_lora_router: Router | None = None
+        if spec.num_experts > 1:
+            self.moe_lora_router = make_router(router_input, spec.num_experts, spec.router).float()
+        self.requires_grad_(False)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, Sequence[int]]]:
+        """Of each tensor its name in this module, itself, and the shape that it has in an adapter."""
+        for key, tensor in self.state_dict(keep_vars=True).items():
+            matrix, _, projection = key.removeprefix("moe_lora_").partition(".")
+            if matrix == "router":
+                yield key, tensor, tensor.shape
+            elif matrix in ("A", "B", "shared_A", "shared_B"):
+                yield key, tensor, self._shapes[matrix.startswith("shared_")][projection][matrix.endswith("B")]
+
+    @torch.no_grad()
+    def load(self, key: str, own: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy this process's part of an adapter's tensor."""
+        matrix, _, projection = key.removeprefix("moe_lora_").partition(".")
+        for dim, size in enumerate(own.shape):
+            if size != tensor.shape[dim]:
+                tensor = own_part(tensor, dim, self.axes[projection][matrix.endswith("B")])
+        own.copy_(tensor)
+
+    # --- what experts read ---
+
+    def expert_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        return self.moe_lora_A, self.moe_lora_B
+
+    def shared_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        return self.moe_lora_shared_A, self.moe_lora_shared_B
+
+    def dropped(self, adapter: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return [x_TM] * count
+
+    def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return x_TM
+
+    def route(
+        self, adapter: str, x_TM: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
+    ) -> Dispatch | None:
+        spec, router = self.spec, self.moe_lora_router
+        if router is None:
+            return None
+        gates_TK, experts_TK = router.choose(router(self.router_input(x_TM)), spec.top_k, spec.normalize_top_k)
+        return make_dispatch(
+            experts_TK, gates_TK.to(dtype), spec.num_experts, spec.rank, self._unit, spec.scaling, mixes_outputs
+        )
+
+
+# --- FFNs ---
+
+
+class _DenseFFN:
+    """vLLM's FFN as experts read it: without the bias that its linears return, and with an unfused activation."""
+
+    def __init__(self, ffn: MoELoraFFN, activation: str) -> None:
+        self._parts = ffn.gate_up_proj, ffn.act_fn, ffn.down_proj
+        self.act_fn = ACT2FN[activation]
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        gate_up_proj, act_fn, down_proj = self._parts
+        return down_proj(act_fn(gate_up_proj(x_TD)))
+
+
+class MoELoraFFN(Host):
+    """
+    vLLM's FFN with experts: it replaces vLLM's own and keeps the names of its parts.
+
+    Args:
+        mlp: vLLM's FFN.
+        inputs: the adapter's names of its input projections: gate and up, or one name for both.
+        activation: transformers' name of the activation.
+    """
+
+    gate_up_proj: Any
+    down_proj: Any
+
+    def __init__(self, name: str, spec: Experts, mlp: Any, inputs: Sequence[str], activation: str) -> None:
+        axes = {**axes_of(mlp.gate_up_proj, inputs), **axes_of(mlp.down_proj, ["down_proj"])}
+        super().__init__(name, spec, axes, mlp.gate_up_proj.input_size)
+        self.gate_up_proj, self.down_proj, self.act_fn = mlp.gate_up_proj, mlp.down_proj, mlp.act_fn
+        self.gate_up_proj.return_bias = self.down_proj.return_bias = False
+        self.fused = len(inputs) == 1
+        gate, up = (None, inputs[0]) if self.fused else inputs
+        self.layout = FFNLayout(gate=gate, up=up, down="down_proj", act="act_fn", fused=self.fused)
+        self.base_layer = _DenseFFN(self, activation)
+        # Under tensor parallelism, the processes' partial outputs are added up once, at the end; only bottlenecks read
+        # the FFN's complete output.
+        self.reduces = self.down_proj.tp_size > 1 and not spec.needs_ffn
+        self.down_proj.reduce_results = not self.reduces
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.vllm.moe_lora_ffn(x, self.name)
+
+    def output(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The FFN's output [T, d]."""
+        y_TD = type(self.spec).ffn_output(self, [_ADAPTER], x_TD)
+        return tensor_model_parallel_all_reduce(y_TD) if self.reduces else y_TD
+
+    def projection(self, name: str) -> nn.Module:
+        return self.down_proj if name == self.layout.down else self.gate_up_proj
+
+    def input_projections(self, x_TD: torch.Tensor) -> Sequence[torch.Tensor]:
+        pre = self.gate_up_proj(x_TD)
+        return [pre] if self.fused else pre.chunk(2, dim=-1)
+
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
+        return self.base_layer(x_TD)
+
+
+# --- single linears ---
+
+
+class _LinearHost(Host):
+    """One projection of a linear."""
+
+    def __init__(self, name: str, spec: Experts, axes: tuple[Axis, Axis], gathers: bool) -> None:
+        super().__init__(name, spec.for_linear(), {"weight": axes}, full_size(axes[0]))
+        self.gathers = gathers
+
+    def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return tensor_model_parallel_all_gather(x_TM) if self.gathers else x_TM
+
+
+class MoELoraLinears(nn.Module):
+    """
+    The experts of one of vLLM's linears, added to its output by a hook, so that its weights keep their names.
+
+    Args:
+        linear: vLLM's linear; this becomes its part `moe_lora`.
+        name: of the linear in vLLM's model.
+        specs: the settings of the experts by the adapter's name of a module; modules without experts are left out.
+        projections: the adapter's names of all that the linear computes, in order.
+    """
+
+    def __init__(self, linear: Any, name: str, specs: dict[str, Experts], projections: Sequence[str]) -> None:
+        super().__init__()
+        axes = axes_of(linear, projections)
+        in_parts = isinstance(linear, RowParallelLinear) and linear.tp_size > 1
+        self.widths = [own_size(of_output) for _, of_output in axes.values()]
+        self.hosts = nn.ModuleList()
+        self.key, self.columns = f"{name}.moe_lora", []
+        for column, projection in enumerate(projections):
+            if projection in specs:
+                self.hosts.append(_LinearHost(projection, specs[projection], axes[projection], in_parts))
+                self.columns.append(column)
+        # The processes' partial outputs are added up after the experts' have been added.
+        self.reduces = in_parts and linear.reduce_results
+        if self.reduces:
+            linear.reduce_results = False
+        linear.moe_lora = self
+        linear.register_forward_hook(_add_experts)
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the experts' updates for x [T, in] to the linear's output y [T, out]."""
+        parts = y.split(self.widths, dim=-1)
+        for host, column in zip(self.hosts, self.columns, strict=True):
+            part_TM = parts[column]
+            updated_TM = host.spec.linear_output(host, _ADAPTER, x, part_TM, True)  # type: ignore[operator,union-attr]
+            if updated_TM is not part_TM:
+                part_TM.copy_(updated_TM)
+
+
+def _add_experts(linear: Any, args: tuple[torch.Tensor, ...], output: Any) -> Any:
+    y, *bias = output if isinstance(output, tuple) else (output,)
+    torch.ops.vllm.moe_lora_linears(y, args[0], linear.moe_lora.key)
+    if linear.moe_lora.reduces:
+        y = tensor_model_parallel_all_reduce(y)
+    return (y, *bias) if isinstance(output, tuple) else y
+
+
+# --- operators ---
+#
+# One operator for each module: to a compiler it is opaque, so the way its experts are computed (`choose_method`) is
+# chosen for each number of tokens, when a CUDA graph is captured or the step runs. vLLM calls its own MoE likewise.
+
+
+def _moe_lora_ffn(x: torch.Tensor, name: str) -> torch.Tensor:
+    return get_forward_context().no_compile_layers[name].output(x)
+
+
+def _moe_lora_ffn_fake(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _moe_lora_linears(y: torch.Tensor, x: torch.Tensor, name: str) -> None:
+    get_forward_context().no_compile_layers[name].add_to(y, x)
+
+
+def _moe_lora_linears_fake(y: torch.Tensor, x: torch.Tensor, name: str) -> None:
+    return None
+
+
+direct_register_custom_op("moe_lora_ffn", _moe_lora_ffn, fake_impl=_moe_lora_ffn_fake)
+direct_register_custom_op("moe_lora_linears", _moe_lora_linears, mutates_args=["y"], fake_impl=_moe_lora_linears_fake)

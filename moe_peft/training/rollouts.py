@@ -1,0 +1,74 @@
+"""
+vLLM as the generator of TRL's trainers for a MoE-LoRA adapter that is in training (`use_vllm=True`).
+
+TRL merges an adapter to send vLLM full weights. A MoE-LoRA cannot be merged, and need not be: vLLM serves it as it is,
+so its own tensors are sent, and nothing of the base.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import get_peft_model_state_dict
+from torch.distributed.tensor import DTensor
+from trl.generation import vllm_generation
+
+from ..utils.compat import require
+from ..utils.distributed import gathered
+from ..utils.messages import InputError
+
+require("trl.generation.vllm_generation.VLLMGeneration")
+
+
+class AdapterGeneration(vllm_generation.VLLMGeneration):
+    """
+    TRL's `VLLMGeneration` for a MoE-LoRA adapter: the engine starts from the adapter's folder, and before it generates
+    for a step it gets the tensors that the adapter's file would hold.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            with gathered(model.parameters()):
+                model.save_pretrained(folder)
+            model.name_or_path = folder  # what TRL gives vLLM; a PEFT model has its base's otherwise
+            try:
+                super().__init__(model, *args, **kwargs)
+            finally:
+                del model.name_or_path
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of each tensor, gathered one at a time; all processes must iterate."""
+        state = self.model.state_dict(keep_vars=True)
+        saved = get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
+        for name, tensor in saved.items():
+            with gathered([tensor]):
+                own = tensor.detach()
+                full = own.full_tensor() if isinstance(own, DTensor) else own
+                yield name.removeprefix("base_model.model."), full
+
+
+@contextmanager
+def rollouts_of_adapters(trainer: type) -> Iterator[None]:
+    """
+    A context manager: inside the block, TRL's trainers that generate by `VLLMGeneration` take the adapter's.
+
+    Raises:
+        ValueError: the trainer generates by something else.
+    """
+    modules = (sys.modules[base.__module__] for base in trainer.__mro__)
+    module = next((module for module in modules if hasattr(module, "VLLMGeneration")), None)
+    if module is None:
+        raise InputError(
+            f"use_vllm=True: {trainer.__name__} merges an adapter to give vLLM its weights, and a MoE-LoRA cannot be "
+            "merged; leave it out"
+        )
+    with patch.object(module, "VLLMGeneration", AdapterGeneration):
+        yield

@@ -147,6 +147,9 @@ class MoELoraModel(BaseTuner):
                 stacklevel=2,
             )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, TrainableTokensWrapper):
+                module.bias = None  # TRL's fused head reads it
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         router_outputs.install(model)
         router_outputs.sync_config(model, self.peft_config)
@@ -287,6 +290,8 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
             raise InputError(
                 f"{field} has {rows} rows, and none for token {max(ids)}; call resize_token_embeddings first"
             )
+        if any(getattr(module, "bias", None) is not None for module in named.values()):
+            raise InputError(f"{field} has a bias, which PEFT leaves out beside trained rows; name embeddings alone")
         if any(path.endswith(saved) for path in named for saved in config.modules_to_save or ()):
             raise InputError(f"{field} is in modules_to_save, too, which trains all its rows; name it in one of them")
 

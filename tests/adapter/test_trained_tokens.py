@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
 from tests.helpers.models import assert_close_to_scale, tiny_llama
@@ -90,6 +91,19 @@ def test_only_the_rows_change_and_experts_learn_beside_them(tied):
     with model.disable_adapter():
         torch.testing.assert_close(logits(model), logits(before), rtol=0, atol=0)
     torch.testing.assert_close(logits(model.unload()), logits(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_that_trl_fuses_with_the_loss_gives_the_same_gradients(tied):
+    gradients = []
+    for fused in ({}, {"fused_lm_head": True}):
+        model = moe(tied, router_aux_loss_coef=0)
+        add_fused_lm_head(model.get_base_model())
+        model(input_ids=IDS, labels=IDS, **fused).loss.backward()
+        delta = model.get_base_model().get_input_embeddings().token_adapter.trainable_tokens_delta
+        gradients.append(delta["default"].grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+    assert gradients[0].abs().amax(1).min() > 1e-4
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -247,8 +247,8 @@ def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tens
     differing = [token for token, of_token in rows.items() if any(not of_token[0].equal(row) for row in of_token)]
     if differing:
         logger.warning(
-            "%s: adapters have different rows for the tokens %s, and experts share their mean; where they need their "
-            "own, train the tokens with one adapter, and the others on a base that has its rows",
+            "%s: adapters have different rows for the tokens %s, and experts share their mean; where that harms, train "
+            "the tokens first, merge them into the base, and train the adapters on that",
             module, differing[:8],
         )  # fmt: skip
     return torch.stack([

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
+from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.native import export_adapter
 from tests.helpers.models import assert_close_to_scale, tiny_llama
 
 TOKENS = [7, 120, 30]
@@ -172,6 +174,36 @@ def test_tokens_that_the_model_cannot_train_leave_it_as_it_was(settings, message
     with pytest.raises(ValueError, match=message):
         get_peft_model(model, MoELoraConfig(**{"trainable_token_indices": [3], **settings}, task_type="CAUSAL_LM"))
     assert [*map(str, model.modules())] == before
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_with_tied_embeddings_from_training_to_export(tmp_path):
+    folder = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer.convert_tokens_to_ids(["<repo_name>", "<file_sep>"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.tie_word_embeddings
+    torch.manual_seed(0)
+    config = MoELoraConfig(num_experts=2, top_k=1, r=4, trainable_token_indices=tokens, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    batch = tokenizer("<repo_name>moe_peft<file_sep>README.md\nExperts for PEFT.", return_tensors="pt")
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3), []
+    for _ in range(6):
+        losses.append(model.train()(**batch, labels=batch["input_ids"]).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+    model.eval().save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(**batch).logits
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        torch.testing.assert_close(loaded(**batch).logits, expected, rtol=0, atol=0)
+        del model, loaded
+        native = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / "moe"))
+        assert_close_to_scale(native(**batch).logits, expected, 1e-4)
+    change = native.get_input_embeddings().weight != AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    assert sorted(change.any(1).nonzero().flatten().tolist()) == sorted(tokens)
 
 
 # --- LoRAs with such rows as experts ---------------------------------------------------------------------------------

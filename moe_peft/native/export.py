@@ -94,6 +94,8 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
     """The tensors of the MoE that an adapter on its base is, made when asked for, and its config."""
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
     state = {key.removeprefix(_PREFIX).replace(ALL_ROWS, ""): w for key, w in adapter.tensors.items()}
+    if EMBEDDINGS in state:  # which PEFT saves whole where tokens were added
+        dense.config.vocab_size = max(dense.config.vocab_size, len(state[EMBEDDINGS]))
     content = adapted_content(state, config, dense)
     for key in adapter.shapes:  # the base's tensor would replace one that is missing
         name = key.removeprefix(_PREFIX)
@@ -337,7 +339,7 @@ def verify_export(
 def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
     """Whether the export of an adapter will have a tokenizer that fits it; before it is written."""
     folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
-    check_tokenizer(folder.tokenizer, folder.base.config, folder)
+    check_tokenizer(folder.tokenizer, folder.empty.config, folder)
 
 
 @torch.no_grad()

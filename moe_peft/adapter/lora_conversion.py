@@ -456,6 +456,9 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
         raise InputError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
+    if config.trainable_token_indices and not tokens:
+        asked = f"trainable_token_indices={config.trainable_token_indices!r}"
+        raise InputError(f"lora_to_moe: {name}: lacks the rows of {asked}; save the adapter again")
     for module in A:
         ranks, stated = (A[module].shape[0], B[module].shape[-1]), lora_rank(config, module)
         if ranks != (stated, stated):

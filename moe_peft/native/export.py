@@ -93,9 +93,8 @@ def export_adapter(
 def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adapted, PreTrainedConfig]:
     """The tensors of the MoE that an adapter on its base is, made when asked for, and its config."""
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
-    state = {key.removeprefix(_PREFIX).replace(ALL_ROWS, ""): w for key, w in adapter.tensors.items()}
-    if EMBEDDINGS in state:  # which PEFT saves whole where tokens were added
-        dense.config.vocab_size = max(dense.config.vocab_size, len(state[EMBEDDINGS]))
+    state = _state(adapter)
+    _count_added_tokens(state, dense.config)
     content = adapted_content(state, config, dense)
     for key in adapter.shapes:  # the base's tensor would replace one that is missing
         name = key.removeprefix(_PREFIX)
@@ -114,6 +113,17 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
     if config.expert_names is not None:
         setattr(moe, NAMES_FIELD, config.expert_names)
     return content, moe
+
+
+def _state(adapter: MoELoraFolder) -> dict[str, torch.Tensor]:
+    """Its tensors by their names below the base."""
+    return {key.removeprefix(_PREFIX).replace(ALL_ROWS, ""): w for key, w in adapter.tensors.items()}
+
+
+def _count_added_tokens(state: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> None:
+    """Give the base's config the rows of embeddings that PEFT has saved whole, as tokens were added."""
+    if EMBEDDINGS in state:
+        config.vocab_size = max(config.vocab_size, len(state[EMBEDDINGS]))
 
 
 # --- the MoE's tensors -----------------------------------------------------------------------------------------------
@@ -339,7 +349,8 @@ def verify_export(
 def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
     """Whether the export of an adapter will have a tokenizer that fits it; before it is written."""
     folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
-    check_tokenizer(folder.tokenizer, folder.empty.config, folder)
+    _count_added_tokens(_state(folder), folder.base.config)
+    check_tokenizer(folder.tokenizer, folder.base.config, folder)
 
 
 @torch.no_grad()

@@ -48,6 +48,12 @@ def short_names(names: Iterable[str], every: Iterable[str]) -> set[str]:
     return endings if {name for name in every if name.rsplit(".", 1)[-1] in endings} == full else full
 
 
+def embeddings_name(model: nn.Module) -> str:
+    """The name of the module that embeds a transformers model's tokens."""
+    embeddings = cast(Any, model).get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embeddings)
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 

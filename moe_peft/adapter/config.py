@@ -18,9 +18,11 @@ from .experts import EXPERTS, Experts
 EXPERT_FIELDS = (
     "num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections",
     "bottleneck_size", "exclude_modules", "layers_to_transform", "layers_pattern", "num_experts_pattern",
-    "rank_pattern", "alpha_pattern", "init_lora_weights",
+    "rank_pattern", "alpha_pattern", "init_lora_weights", "trainable_token_indices",
 )  # fmt: skip
 
+# How PEFT names the rows of tokens that an adapter trained, and the whole embeddings, saved where they were resized.
+TOKEN_ROWS, ALL_ROWS = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer"
 Mixing = Literal["output", "projection"]
 
 # The settings of routers that a config has, as `router_…`.
@@ -34,8 +36,6 @@ _LORA_SETTINGS = {
     "loftq_config": None,
     "layer_replication": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
-    "ensure_weight_tying": False,
 }
 _TYPES = get_type_hints(RouterSettings)
 _Settings: Any = make_dataclass(
@@ -94,6 +94,10 @@ class MoELoraConfig(_Settings, PeftConfig):
         bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
+        trainable_token_indices: Token ids whose rows of the input embeddings are trained and saved with the adapter,
+            as one list, or lists by the names of embeddings and heads. All experts share them. A head that the model
+            ties to its embeddings has the same rows.
+        ensure_weight_tying: Train one copy of what the model ties: of embeddings and head in `modules_to_save`.
         expert_names: Names of the experts, in order, for reports and `moe_peft.force_experts`; None: 0, 1, ….
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
@@ -112,9 +116,9 @@ class MoELoraConfig(_Settings, PeftConfig):
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
             D and B is U.
-        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication, target_parameters,
-            trainable_token_indices, ensure_weight_tying: Arguments of `LoraConfig`, accepted at the values that ask for
-            nothing, so that those of a tutorial need not be taken out.
+        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication, target_parameters: Arguments of
+            `LoraConfig`, accepted at the values that ask for nothing, so that those of a tutorial need not be taken
+            out.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
@@ -149,6 +153,10 @@ class MoELoraConfig(_Settings, PeftConfig):
     layers_to_transform: list[int] | int | None = setting(None, "Layer indices to adapt.")
     layers_pattern: list[str] | str | None = setting(None, "Name of the layer list.")
     modules_to_save: list[str] | None = setting(None, "Other modules to train in full and save.")
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = setting(
+        None, "Token ids whose rows of the embeddings are trained."
+    )
+    ensure_weight_tying: bool = setting(False, "Train one copy of embeddings and head that the model ties.")
     expert_names: list[str] | None = setting(None, "Names of the experts, in order.")
     num_experts_pattern: dict[str, int] = setting(dict, "Number of experts by module name or regex.", COUNT)
     top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
@@ -203,6 +211,11 @@ class MoELoraConfig(_Settings, PeftConfig):
         most = max([self.num_experts, *self.num_experts_pattern.values()])
         if self.num_shared_experts and most == 1:
             self._fail("num_shared_experts", "without routed experts, raise r instead")
+        tokens = self.trainable_token_indices
+        for ids in tokens.values() if isinstance(tokens, dict) else [] if tokens is None else [tokens]:
+            are_ids = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+            if not are_ids or not 0 < len({*ids}) == len(ids):
+                self._fail("trainable_token_indices", "give different token ids, as a list, or lists by module name")
         names = self.expert_names
         if names is not None and (len({*names}) < len(names) or len(names) != most):
             self._fail("expert_names", f"give {most} different names, one for each expert, or leave them out")
@@ -303,6 +316,14 @@ class MoELoraConfig(_Settings, PeftConfig):
 def by_pattern(pattern: dict[str, Any], module_name: str, default: Any) -> Any:
     """A module's value in `rank_pattern` or another of PEFT's patterns: of the first key that its name ends with."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module_name)), default)
+
+
+def trained_tokens(config: Any, module: str) -> list[int]:
+    """The tokens whose rows of a module a LoRA or MoE-LoRA adapter trains, in the order in which it saves them."""
+    tokens = config.trainable_token_indices or {}
+    if not isinstance(tokens, dict):
+        return tokens
+    return next((ids for name, ids in tokens.items() if module.endswith(name)), [])
 
 
 def _attention_size(config: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,24 +13,26 @@ from typing import Any, Literal, TypeAlias
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import pad
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ..utils.distributed import shape_of
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
-from .base_model import short_names
-from .config import EXPERT_FIELDS, MoELoraConfig, by_pattern
+from .base_model import embeddings_name, short_names
+from .config import ALL_ROWS, EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, trained_tokens
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
 
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
 Attention: TypeAlias = Literal["route", "mean", "auto"]
+logger = logging.getLogger("moe_peft")
 _PREFIX = "base_model.model."
 # What a LoRA may have and an expert cannot: field → the value that means none of it, beside None and empty ones; why.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -37,7 +40,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "bias": ("none", "biases of the base were trained; train a LoRA without them"),
     "lora_bias": (False, "an expert has no bias; train a LoRA without it"),
     "modules_to_save": (None, "these were trained in full, and experts share all but their LoRAs; train without them"),
-    "trainable_token_indices": (None, "embeddings of tokens were trained, which experts share; train without them"),
     "target_parameters": (None, "LoRAs on parameters of a MoE have no place in an expert; adapt linear layers"),
     "alora_invocation_tokens": (None, "it is active after some tokens alone; train an ordinary LoRA"),
     "layer_replication": (None, "its base has some layers several times; train a LoRA of the base as it is"),
@@ -72,12 +74,13 @@ def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Lora:
-    """One LoRA adapter: A [r, in], B [out, r] and the scaling of each linear module."""
+    """One LoRA adapter: A [r, in], B [out, r] of each linear module, and trained rows of embeddings by token [D]."""
 
     name: str
     config: LoraConfig
     A: dict[str, torch.Tensor]
     B: dict[str, torch.Tensor]
+    tokens: dict[str, dict[int, torch.Tensor]]
 
 
 def lora_to_moe(
@@ -97,6 +100,9 @@ def lora_to_moe(
     which an optimizer like Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A
     module that an adapter lacks gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them
     without training.
+
+    Rows of embeddings that adapters trained (`trainable_token_indices`) are shared by all experts: each token has the
+    row of the adapter that trained it, and where several did and differ, their mean, with a warning.
 
     Args:
         model: the base model, without adapters.
@@ -171,6 +177,9 @@ def lora_to_moe(
         owner, projection = targets[module]
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
+    for module, rows in _token_rows(loras).items():
+        wrapper: Any = peft_model.get_base_model().get_submodule(module)
+        wrapper.token_adapter.trainable_tokens_delta[adapter_name].data.copy_(_shared_rows(module, rows))
     return peft_model
 
 
@@ -214,12 +223,38 @@ def _determined(loras: Sequence[_Lora], targets: dict[str, tuple[str, str]]) -> 
         "lora_alpha": _scaling(loras) * r,
         "target_modules": sorted({owner for owner, _ in targets.values()}),
         "target_projections": sorted(projections) or None,
+        "trainable_token_indices": {module: [*rows] for module, rows in _token_rows(loras).items()} or None,
     }
 
 
 def _scaling(loras: Sequence[_Lora]) -> float:
     """The scaling of all experts: the first module's of the first adapter."""
     return lora_scaling(loras[0].config, next(iter(loras[0].A)))
+
+
+def _token_rows(loras: Sequence[_Lora]) -> dict[str, dict[int, list[torch.Tensor]]]:
+    """By module and token: the rows [D] that adapters trained for it."""
+    found: dict[str, dict[int, list[torch.Tensor]]] = {}
+    for lora in loras:
+        for module, rows in lora.tokens.items():
+            for token, row in rows.items():
+                found.setdefault(module, {}).setdefault(token, []).append(row)
+    return found
+
+
+def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    """A row for each token [T, D]: that of all adapters that trained it, or the mean of theirs."""
+    differing = [token for token, of_token in rows.items() if any(not of_token[0].equal(row) for row in of_token)]
+    if differing:
+        logger.warning(
+            "%s: adapters have different rows for the tokens %s, and experts share their mean; where that harms, train "
+            "the tokens first, merge them into the base, and train the adapters on that",
+            module, differing[:8],
+        )  # fmt: skip
+    return torch.stack([
+        torch.stack(of_token).float().mean(0) if token in differing else of_token[0].float()
+        for token, of_token in rows.items()
+    ])  # fmt: skip
 
 
 def _stacked(
@@ -261,8 +296,8 @@ def expert_to_lora(
     """
     Extract one expert of a MoE adapter as a plain LoRA adapter.
 
-    Modules with a single expert, which is always active, the shared experts and the modules of `modules_to_save` are
-    part of every expert's LoRA.
+    Modules with a single expert, which is always active, the shared experts, the modules of `modules_to_save` and the
+    rows of `trainable_token_indices` are part of every expert's LoRA.
 
     Args:
         model: the model with the MoE adapter.
@@ -313,6 +348,8 @@ def expert_to_lora(
         rank_pattern={name: of_one for name, of_one in ranks.items() if of_one != r},
         alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != lora_alpha},
         modules_to_save=source.modules_to_save,
+        trainable_token_indices=source.trainable_token_indices,
+        ensure_weight_tying=source.ensure_weight_tying,
         task_type=source.task_type,
         base_model_name_or_path=source.base_model_name_or_path,
         revision=source.revision,
@@ -339,7 +376,7 @@ def _lora_size(source: MoELoraConfig | Experts) -> tuple[int, float]:
 def _matrices_of(
     model: PeftModel, expert: int, adapter_name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
-    """An expert's A and B and the modules saved in full, under PEFT's names, and by module their rank and alpha."""
+    """An expert's A and B and what all share, under PEFT's names, and by module its rank and alpha."""
     state: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -347,6 +384,9 @@ def _matrices_of(
         if isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
             module = layer.modules_to_save[adapter_name].state_dict()
             state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in module.items()}
+        if isinstance(layer, TrainableTokensWrapper) and not layer.token_adapter.tied_adapter:
+            rows = layer.token_adapter.trainable_tokens_delta.items()
+            state |= {f"{_PREFIX}{owner}{TOKEN_ROWS}": p.detach().cpu().clone() for n, p in rows if n == adapter_name}
         if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
             continue
         spec = layer.moe_lora_spec[adapter_name]
@@ -397,20 +437,28 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
+    tokens: dict[str, dict[int, torch.Tensor]] = {}
     for key, tensor in state.items():
-        module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+        if not tensor.isfinite().all():
+            raise InputError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
+        module, _, kind = key.removeprefix(_PREFIX).replace(ALL_ROWS, "").partition(".lora_")
         if module.endswith(_EMBEDDINGS):
             _check_embeddings(name, module, tensor, model)
             continue
+        if module.endswith(TOKEN_ROWS):
+            module = module.removesuffix(TOKEN_ROWS)
+            tokens[module] = _rows_by_token(name, config, module, tensor, model)
+            continue
         if kind not in ("A.weight", "B.weight"):
             raise InputError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
-        if not tensor.isfinite().all():
-            raise InputError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
         (A if kind == "A.weight" else B)[module] = tensor
-    lora = _Lora(name, config, A, B)
+    lora = _Lora(name, config, A, B, tokens)
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
         raise InputError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
+    if config.trainable_token_indices and not tokens:
+        asked = f"trainable_token_indices={config.trainable_token_indices!r}"
+        raise InputError(f"lora_to_moe: {name}: lacks the rows of {asked}; save the adapter again")
     for module in A:
         ranks, stated = (A[module].shape[0], B[module].shape[-1]), lora_rank(config, module)
         if ranks != (stated, stated):
@@ -418,6 +466,28 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
                 f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
+
+
+def _rows_by_token(
+    name: str, config: LoraConfig, module: str, rows: torch.Tensor, model: nn.Module
+) -> dict[int, torch.Tensor]:
+    """The rows of embeddings or a head that an adapter trained [T, D], by token; none of a tied head."""
+    ids = trained_tokens(config, module)
+    weight = dict(model.named_parameters(remove_duplicate=False)).get(f"{module}.weight")
+    if weight is None or not isinstance(ids, list) or rows.shape != (len(ids), shape_of(weight)[-1]):
+        raise InputError(
+            f"lora_to_moe: {name}: {module}: rows of the shape {list(rows.shape)} do not fit the base and "
+            f"trainable_token_indices={config.trainable_token_indices}; was it trained on a different base?"
+        )
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if tied and module != (embeddings := embeddings_name(model)):
+        if ids != trained_tokens(config, embeddings):
+            raise InputError(
+                f"lora_to_moe: {name}: {module} has rows of its own, and the base ties it to {embeddings}; train both "
+                "for the same tokens"
+            )
+        return {}  # a copy of the embeddings'
+    return dict(zip(ids, rows, strict=True))
 
 
 def _check_embeddings(name: str, key: str, tensor: torch.Tensor, model: nn.Module) -> None:

@@ -12,14 +12,16 @@ from typing import Any, ClassVar, cast
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import TrainableTokensWrapper
 from torch import nn
 
 from ..routing.routers import make_router
 from ..utils.compat import private, require
+from ..utils.distributed import shape_of
 from ..utils.messages import InputError
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
-from .base_model import find_ffns, is_encoder_decoder, layout_of, name_endings
+from .base_model import embeddings_name, find_ffns, is_encoder_decoder, layout_of, name_endings
 from .config import MoELoraConfig
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, probe_ffn
@@ -67,6 +69,7 @@ class MoELoraModel(BaseTuner):
     prefix = "moe_lora_"
     tuner_layer_cls = MoELoraLayer
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
+    _add_modules_to_save_to_tie = private("peft.tuners.lora.LoraModel", "_add_modules_to_save_to_tie")
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
@@ -126,6 +129,7 @@ class MoELoraModel(BaseTuner):
                     f"MoELoraConfig: {wrong}: target_modules matches no FFN, only "
                     f"{', '.join(sorted(name_endings(names)))}; name FFNs too, or leave it out"
                 )
+        _refuse_tokens(peft_config, model)
         _refuse_unbalanced(peft_config, model, names)
         if names and not peft_config.inference_mode:
             _refuse_unmatched(peft_config, names, model)
@@ -143,6 +147,9 @@ class MoELoraModel(BaseTuner):
                 stacklevel=2,
             )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, TrainableTokensWrapper):
+                module.bias = None  # TRL's fused head reads it
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         router_outputs.install(model)
         router_outputs.sync_config(model, self.peft_config)
@@ -172,7 +179,8 @@ class MoELoraModel(BaseTuner):
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         packed = isinstance(new_module, MoELoraFFN) and next(child.parameters(), None) is None
-        if isinstance(child, MoELoraFFN) or packed:  # unloading, or all buffers; PEFT would look for the FFN's weight
+        unwraps = isinstance(child, (MoELoraFFN, TrainableTokensWrapper))
+        if unwraps or packed:  # all buffers; PEFT would look for the child's weight, or set it
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
@@ -223,7 +231,8 @@ class MoELoraModel(BaseTuner):
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
         # An adapter on a linear inside an FFN that another adapter wraps is saved as if the FFN were not wrapped.
-        return super()._remove_adapter_name_from_key(key, adapter_name).replace(".base_layer.", ".")
+        key = super()._remove_adapter_name_from_key(key, adapter_name)
+        return key.replace(".base_layer.", ".") if f".{cls.prefix}" in key else key
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -267,6 +276,24 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
                 "device_map of GPUs alone, quantize it, or shard it by FSDP2 or DeepSpeed"
             )
+
+
+def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
+    """Raise if tokens to train are not rows of the modules that they name, or of modules that are trained in full."""
+    tokens = config.trainable_token_indices or {}
+    for name, ids in (tokens if isinstance(tokens, dict) else {embeddings_name(model): tokens}).items():
+        named: dict[str, Any] = {path: module for path, module in model.named_modules() if path.endswith(name)}
+        field = f"MoELoraConfig: trainable_token_indices: {name!r}"
+        if not named:
+            raise InputError(f"{field} is not a module of the model; name embeddings or a head")
+        if max(ids) >= (rows := min(shape_of(module.weight)[0] for module in named.values())):
+            raise InputError(
+                f"{field} has {rows} rows, and none for token {max(ids)}; call resize_token_embeddings first"
+            )
+        if any(getattr(module, "bias", None) is not None for module in named.values()):
+            raise InputError(f"{field} has a bias, which PEFT leaves out beside trained rows; name embeddings alone")
+        if any(path.endswith(saved) for path in named for saved in config.modules_to_save or ()):
+            raise InputError(f"{field} is in modules_to_save, too, which trains all its rows; name it in one of them")
 
 
 def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:

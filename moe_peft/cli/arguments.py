@@ -79,7 +79,7 @@ AdapterOptions = _reduced(
     {
         **dict.fromkeys(_LISTS, list[str] | None),
         **dict.fromkeys(_MAPPINGS, dict),
-        "layers_to_transform": list[int] | None,
+        **dict.fromkeys(("layers_to_transform", "trainable_token_indices"), list[int] | None),
         "init_lora_weights": str,
     },
 )

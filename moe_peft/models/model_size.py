@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 from ..adapter.layers import MoELoraLayer
@@ -58,6 +58,7 @@ def model_size(model: nn.Module) -> ModelSize:
         if len(shape) >= 2 and id(parameter) not in looked_up:
             products += math.prod(shape) * share * repeats.get(id(parameter), 1)
     head = base_model(model).get_output_embeddings() if hasattr(base_model(model), "get_output_embeddings") else None
+    head = head.original_module if isinstance(head, TrainableTokensWrapper) else head
     if head is not None and id(getattr(head, "weight", None)) in looked_up:  # tied
         products += math.prod(_shape(head.weight))
     return ModelSize(total, int(active), int(2 * products))
@@ -105,6 +106,8 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
         yield from ((p, share) for experts in native.expert_modules() for p in experts.parameters())
     for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
         yield from ((p, Fraction(0)) for module in idle_copies(wrapper) for p in module.parameters())
+    for tokens in (m.token_adapter for m in model.modules() if isinstance(m, TrainableTokensWrapper)):
+        yield from ((p, Fraction(0)) for p in tokens.trainable_tokens_delta.values())  # instead of rows of the base
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from ..adapter.config import MoELoraConfig
+from ..adapter.config import ALL_ROWS, TOKEN_ROWS, MoELoraConfig, trained_tokens
 from ..adapter.experts import EXPERTS, Experts
 from ..models.introspection import NAMES_FIELD
 from ..routing.routers import make_router
@@ -26,7 +26,7 @@ from ..utils.messages import InputError
 from .expert_init import FFN, zero_ffn
 from .families import DENSE_BLOCK
 from .folders import DenseFolder, MoELoraFolder, NativeFolder, expect, open_folder
-from .model_folder import EMBEDDINGS, parse_dtype, parse_size, write_moe
+from .model_folder import EMBEDDINGS, HEAD, parse_dtype, parse_size, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
 
 _PREFIX = "base_model.model."
@@ -93,7 +93,8 @@ def export_adapter(
 def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adapted, PreTrainedConfig]:
     """The tensors of the MoE that an adapter on its base is, made when asked for, and its config."""
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
-    state = {key.removeprefix(_PREFIX): w for key, w in adapter.tensors.items()}
+    state = _state(adapter)
+    _count_added_tokens(state, dense.config)
     content = adapted_content(state, config, dense)
     for key in adapter.shapes:  # the base's tensor would replace one that is missing
         name = key.removeprefix(_PREFIX)
@@ -112,6 +113,17 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
     if config.expert_names is not None:
         setattr(moe, NAMES_FIELD, config.expert_names)
     return content, moe
+
+
+def _state(adapter: MoELoraFolder) -> dict[str, torch.Tensor]:
+    """Its tensors by their names below the base."""
+    return {key.removeprefix(_PREFIX).replace(ALL_ROWS, ""): w for key, w in adapter.tensors.items()}
+
+
+def _count_added_tokens(state: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> None:
+    """Give the base's config the rows of embeddings that PEFT has saved whole, as tokens were added."""
+    if EMBEDDINGS in state:
+        config.vocab_size = max(config.vocab_size, len(state[EMBEDDINGS]))
 
 
 # --- the MoE's tensors -----------------------------------------------------------------------------------------------
@@ -136,6 +148,7 @@ class Adapted:
     specs: dict[int, Experts] = field(default_factory=dict)  # of each adapted FFN
     updates: dict[str, _Update] = field(default_factory=dict)  # by the weight's name in the base
     shared_updates: dict[str, _Update] = field(default_factory=dict)  # likewise, of the experts that serve every token
+    rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # likewise, tokens and their rows
 
     def backbone(self, name: str) -> torch.Tensor:
         return self.dense.family.backbone(name, self.dense.config, lambda key: self._updated(key, self._read(key), 0))
@@ -153,8 +166,12 @@ class Adapted:
         return zero_ffn(EMPTY_SHARED, self.dense.config.hidden_size)
 
     def _read(self, name: str) -> torch.Tensor:
-        """The adapter's tensor where it trained the weight itself, otherwise the base's."""
-        return self.state[name] if name in self.state else self.dense.read(name)
+        """The adapter's tensor where it trained the weight itself, otherwise the base's, with the rows it trained."""
+        weight = self.state[name] if name in self.state else self.dense.read(name)
+        if name not in self.rows:
+            return weight
+        tokens, rows = self.rows[name]
+        return weight.index_copy(0, tokens, rows.to(weight.dtype))
 
     def _updated(self, name: str, weight: torch.Tensor, expert: int) -> torch.Tensor:
         """Expert `expert`'s weight, in float32; a weight without LoRAs as it is."""
@@ -185,6 +202,13 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
             raise InputError(f"{key} holds NaN or infinity; save the adapter again")
         module, _, kind = key.partition(".moe_lora_")
         matrix, _, projection = kind.partition(".")
+        if key.endswith(TOKEN_ROWS):
+            module = key.removesuffix(TOKEN_ROWS)
+            tokens = trained_tokens(config, module)
+            expected = (len(tokens), *shapes.get(f"{module}.weight", ())[1:])
+            _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
+            content.rows[f"{module}.weight"] = torch.tensor(tokens), tensor
+            continue
         if not kind:  # a module that was itself trained and saved
             _check_size(key, tuple(tensor.shape), tuple(shapes.get(key, ())))
             continue
@@ -211,6 +235,8 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
                 f"{module} is a single linear with {spec.num_experts} experts, which no native MoE has; mix "
                 "LoRAs with attention='mean', or train it with one (num_experts_pattern)"
             )
+    if dense.config.tie_word_embeddings and EMBEDDINGS in content.rows:
+        content.rows.setdefault(HEAD, content.rows[EMBEDDINGS])
     _read_routers(content)
     return content
 
@@ -323,6 +349,7 @@ def verify_export(
 def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
     """Whether the export of an adapter will have a tokenizer that fits it; before it is written."""
     folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
+    _count_added_tokens(_state(folder), folder.base.config)
     check_tokenizer(folder.tokenizer, folder.base.config, folder)
 
 

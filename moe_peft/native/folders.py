@@ -290,17 +290,21 @@ class AdapterFolder(ModelFolder):
         return tokenizer
 
     def from_pretrained(self, **options: Any) -> Any:
-        model = self.base.from_pretrained(**options)
-        if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
-            model.resize_token_embeddings(len(self.tokenizer))  # as PEFT, which saves such embeddings in the adapter
+        model = self._resized(self.base.from_pretrained(**options))
         adapter_weights(self.path, self)
         with reading(self):
             return PeftModel.from_pretrained(model, self.path)
 
+    def _resized(self, model: PreTrainedModel) -> PreTrainedModel:
+        """With rows for added tokens, as PEFT, which saves such embeddings in the adapter."""
+        if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
+        return model
+
     @cached_property
     def empty(self) -> PeftModel:
         """The base with the adapter."""
-        base = self.base.empty
+        base = self._resized(self.base.empty)
         with reading(f"{self}: its config does not fit the base"), torch.device("meta"):
             return get_peft_model(base, copy.deepcopy(self.config))
 

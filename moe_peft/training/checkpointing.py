@@ -114,7 +114,8 @@ def base_values(model: nn.Module) -> list[float]:
     if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
         return []
     parts = ((name.split("."), p) for name, p in model.named_parameters())
-    base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
+    prefixes += ("modules_to_save", "trainable_tokens_")
+    base = [p for names, p in parts if not any(n.startswith(prefixes) for n in names)]
     return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].cpu().double().tolist()]
 
 

@@ -206,6 +206,11 @@ class LoraExperts(ExpertKind):
         own = base_named(self.base.name_or_path, self.base.revision)
         for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
             config = open_folder(path, "prepare.adapters", LoraFolder).config
+            if tokens := getattr(config, "trainable_token_indices", None):
+                raise InputError(
+                    f"prepare.adapters={path!r}: trainable_token_indices={tokens}: a recipe's experts have no rows of "
+                    "embeddings; `moe-peft mix` takes such adapters"
+                )
             theirs = base_named(config.base_model_name_or_path or self.base.name_or_path, config.revision)
             if theirs != own:
                 logger.warning("prepare.adapters=%r: was trained on %s, the recipe's model is %s", path, theirs, own)

@@ -160,11 +160,12 @@ def prepare_experts(
     )
     check_learnable("prepare_experts", trainer.train_dataset, args)
     lora = None if lora_config is None else trainer.model.peft_config[trainer.model.active_adapter]
-    if lora is not None and (lora.modules_to_save or getattr(lora, "trainable_token_indices", None)):
-        raise InputError(
-            f"prepare_experts: modules_to_save={lora.modules_to_save}: an expert cannot hold these; use a chat "
-            "template that adds no tokens (chat_template_path), and leave modules_to_save out of lora_config"
-        )
+    for name in ("modules_to_save", "trainable_token_indices"):
+        if value := getattr(lora, name, None):
+            raise InputError(
+                f"prepare_experts: {name}={value}: an expert cannot hold these; use a chat template that adds no "
+                f"tokens (chat_template_path), and leave {name} out of lora_config"
+            )
     chosen = chosen_steps(total_steps(trainer), num_experts, num_checkpoints, selection)
     initial = None if lora is None else output_dir / "initial"
     if trainer.args.should_save and initial is not None:

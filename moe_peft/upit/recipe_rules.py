@@ -39,7 +39,10 @@ _ADAPTER = {
         ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"),
         "the experts of a recipe are alike in all layers",
     ),
-    "modules_to_save": "an expert cannot hold complete modules; leave it out",
+    **dict.fromkeys(
+        ("modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
+        "an expert cannot hold complete modules or rows of embeddings; leave it out",
+    ),
 }
 _MOE = {
     "num_experts": "set the recipe's num_experts",

@@ -37,9 +37,10 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_unload_and_optionally_merge",
         "_remove_adapter_name_from_key",
         "_remap_adapter_state_dict_for_load",
+        "_add_modules_to_save_to_tie",
     ),
-    # `PeftModel` enters it if the tuner has it.
-    "peft.tuners.lora.LoraModel": ("_enable_peft_forward_hooks",),
+    # `PeftModel` enters the first if the tuner has it; the second is the same for all tuners.
+    "peft.tuners.lora.LoraModel": ("_enable_peft_forward_hooks", "_add_modules_to_save_to_tie"),
     # The tuner layers, in `adapter.layers`.
     "peft.tuners.tuners_utils.BaseTunerLayer": (
         "_active_adapter",

@@ -57,6 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"layers.1.mlp": 2},
     },
     "lm-head": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": IDS[0, :3].tolist()},
     "bottleneck": {
         "expert_type": "bottleneck",
         "bottleneck_size": 8,
@@ -86,10 +87,10 @@ def add(model: Any, name: str, seed: int, **kwargs: Any) -> None:
 
 
 def scramble_head(model: PeftModel) -> None:
-    """Give the trained copies of `modules_to_save` values of their own."""
+    """Give the trained copies of `modules_to_save` and rows of tokens values of their own."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if ".modules_to_save." in name:
+        if ".modules_to_save." in name or ".trainable_tokens_delta." in name:
             parameter.data.normal_(generator=generator)
 
 

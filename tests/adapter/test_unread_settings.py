@@ -32,7 +32,7 @@ def test_lora_experts_have_no_bottleneck():
 
 def test_a_loras_arguments_are_accepted_where_they_ask_for_nothing():
     arguments = {"r": 4, "lora_dropout": 0.1, "bias": "none", "fan_in_fan_out": False, "use_dora": False}
-    arguments |= {"trainable_token_indices": None, "target_parameters": None, "ensure_weight_tying": False}
+    arguments |= {"target_parameters": None}
     assert MoELoraConfig(**arguments, task_type="CAUSAL_LM") == MoELoraConfig(
         r=4, lora_dropout=0.1, task_type="CAUSAL_LM"
     )

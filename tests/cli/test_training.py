@@ -195,6 +195,25 @@ def test_a_native_moe_trains_all_its_weights(case, tmp_path):
     assert changed == before.keys()
 
 
+@pytest.mark.parametrize("flags", [["--trainable_token_indices", "5", "50"], []])
+def test_rows_of_tokens_train_and_resume(flags, case, tmp_path):
+    tokens = {} if flags else {"trainable_token_indices": {"embed_tokens": [5, 50], "lm_head": [6]}}
+    settings = {**case, **tokens, "lr_scheduler_type": "constant"}
+    for name, steps in (("whole", 4), ("stopped", 2)):
+        (tmp_path / name).mkdir()
+        run("sft", tmp_path / name, {**settings, "max_steps": steps}, *flags)
+    flags = [*flags, "--resume_from_checkpoint", "true"]
+    resumed = weights(run("sft", tmp_path / "stopped", {**settings, "max_steps": 4}, *flags))
+    whole = weights(tmp_path / "whole/out")
+    base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
+    trained = [key for key in whole if "trainable_tokens_delta" in key]
+    assert len(trained) == len(tokens.get("trainable_token_indices", ["embed_tokens"]))
+    for key, value in whole.items():
+        torch.testing.assert_close(resumed[key], value, rtol=0, atol=0)
+    rows = whole["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+    assert not torch.isclose(rows, base.get_input_embeddings().weight[[5, 50]]).all(1).any()
+
+
 def test_attention_experts_and_patterns(case, tmp_path):
     own = {"target_modules": ["mlp", "q_proj", "v_proj"], "num_experts_pattern": {"[qv]_proj": 1}}
     out = run("sft", tmp_path, {**case, **own})

@@ -72,7 +72,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"bias": "all"}, "bias='all': biases of the base were trained"),
     "biases of its own": ({"lora_bias": True}, "lora_bias=True: an expert has no bias"),
     "a head": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=.*lm_head.*: these were trained in full"),
-    "tokens": ({"trainable_token_indices": [3, 4]}, "trainable_token_indices=.*: embeddings of tokens were trained"),
     "experts of a MoE": ({"target_parameters": ["mlp.experts.up"]}, "target_parameters=.*: LoRAs on parameters"),
     "an activated LoRA": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens=.*: it is active after"),
     "repeated layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=.*: its base has some layers"),

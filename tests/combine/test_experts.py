@@ -183,6 +183,26 @@ def test_an_expert_on_attention_joins_a_mixture_of_ffns(case, tmp_path):
     assert model.peft_config["default"].num_experts_pattern == {"q_proj": 1}
 
 
+def test_the_rows_of_tokens_stay_as_the_others_have_them(case, tmp_path):
+    """An expert that joins may have them too, or bring some of its own; where it differs, it counts as one of all."""
+    moves = {"a": {5: 0.5}, "b": {5: 0.5, 50: 0.25}, "same": {5: 0.5}, "own": {60: 1.0}, "other": {5: 1.25}}
+    for i, (name, moved) in enumerate(moves.items()):
+        write_lora(tmp_path / name, case / "base", i, moved=moved)
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(case / "base")
+
+    lora_to_moe(base(), [tmp_path / "a", tmp_path / "b"]).save_pretrained(tmp_path / "mixed")
+    embeddings = base().get_input_embeddings().weight
+    expected = {"same": [0.5, 0.25, 0], "own": [0.5, 0.25, 1], "other": [0.75, 0.25, 0], "d": [0.5, 0.25, 0]}
+    for name, moved in expected.items():
+        adapter = case / "d" if name == "d" else tmp_path / name
+        model = put_expert(base(), tmp_path / "mixed", adapter)
+        difference = model.get_base_model().get_input_embeddings().weight - embeddings
+        torch.testing.assert_close(difference[[5, 50, 60]], torch.tensor(moved)[:, None].expand(3, 64))
+        assert difference.abs().amax(1).gt(0).sum() == sum(value != 0 for value in moved), name
+
+
 def test_an_expert_joins_with_its_own_texts_alone(case, tmp_path):
     """Its gate is that of a ridge on all texts at once; the others keep theirs to the bit."""
     four = [json.loads(line) for line in (case / "four.jsonl").read_text().splitlines()]

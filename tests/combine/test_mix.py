@@ -94,6 +94,24 @@ def test_the_losses_are_those_of_plain_peft(case, mixed, tokenizer):
     assert json.loads((mixed[1] / "mix.json").read_text())["losses"] == measured
 
 
+def test_adapters_that_trained_the_same_tokens_are_themselves_alone(case, tmp_path, tokenizer):
+    for i, name in enumerate(DOMAINS):
+        write_lora(tmp_path / name, case / "base", i, moved={5: 0.5, 50: -0.5})
+    adapters = [str(tmp_path / name) for name in DOMAINS]
+    measured = mix(settings(
+        case, output=str(tmp_path / "out"), adapters=adapters, test_data=[str(case / "test.jsonl")],
+    )).losses  # fmt: skip
+    close(measured["base"], losses(base(case), tokenizer))
+    for name in DOMAINS:
+        close(measured[name], losses(PeftModel.from_pretrained(base(case), tmp_path / name).eval(), tokenizer))
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    close(measured["ridge gates"], losses(model, tokenizer))
+    ids = torch.tensor([[5, 9, 50, 12, 60]])
+    native = export_adapter(tmp_path / "out", tmp_path / "native")
+    exported = AutoModelForCausalLM.from_pretrained(native).eval()(ids).logits
+    torch.testing.assert_close(exported, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_the_folder_is_the_mixture(case, mixed, tokenizer):
     measured, out = mixed
     model = AutoPeftModelForCausalLM.from_pretrained(out).eval()

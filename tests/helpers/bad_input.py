@@ -228,6 +228,8 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "NaN": (tensors(ADAPTER_WEIGHTS, lambda t: t[first(t)].fill_(torch.nan)), "NaN"),
     "a weight is missing": (tensors(ADAPTER_WEIGHTS, lambda t: t.pop(first(t))), "down_proj"),
     "a module saved whole is missing": (changed(ADAPTER, modules_to_save=["lm_head"]), "lm_head"),
+    "rows of tokens are missing": (changed(ADAPTER, trainable_token_indices=[3]), "trainable_token"),
+    "tokens a text": (changed(ADAPTER, trainable_token_indices="x"), "trainable_token_indices='x'"),
     "eight bits": (
         tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})), "F8_E4M3"
     ),

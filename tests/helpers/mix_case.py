@@ -27,11 +27,23 @@ def rows(count: int = 36) -> list[dict[str, str]]:
     return made
 
 
-def write_lora(folder: Path, base: Path, seed: int, targets: list[str] = FFN, r: int = 4) -> None:
+def write_lora(
+    folder: Path, base: Path, seed: int, targets: list[str] = FFN, r: int = 4, moved: dict[int, float] | None = None
+) -> None:
+    """
+    Args:
+        moved: token → what training has added to its row of the embeddings.
+    """
     model = tiny_llama(vocab=128)
     torch.manual_seed(seed)
-    config = LoraConfig(r=r, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=r, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM",
+        trainable_token_indices=None if moved is None else [*moved],
+    )  # fmt: skip
     adapted = get_peft_model(model, config)
+    if moved is not None:
+        delta = adapted.get_base_model().get_input_embeddings().token_adapter.trainable_tokens_delta["default"]
+        delta.data += torch.tensor([*moved.values()])[:, None]
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(folder)
 

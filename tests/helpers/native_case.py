@@ -67,7 +67,7 @@ def adapter(base, folder, name=None, **settings):
         for parameter_name, parameter in model.named_parameters():
             if "lora_router" in parameter_name:
                 parameter.normal_(std=0.5)
-            elif "modules_to_save" in parameter_name:
+            elif "modules_to_save" in parameter_name or "trainable_tokens" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif parameter_name.endswith(".lm_head.weight"):
                 parameter.requires_grad_(False)

@@ -207,6 +207,16 @@ def test_a_module_that_is_saved_whole_serves_in_the_place_of_its_original():
         assert model_size(saved).active == model_size(tiny_llama()).active
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_trained_rows_serve_instead_of_those_of_the_base(tied):
+    def size(**tokens):
+        config = MoELoraConfig(num_experts=4, r=2, task_type="CAUSAL_LM", **tokens)
+        return model_size(get_peft_model(tiny_llama(tie_word_embeddings=tied), config))
+
+    plain, with_rows = size(), size(trainable_token_indices=[3, 4, 5])
+    assert with_rows == ModelSize(plain.total + 3 * 64, plain.active, plain.flops)
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_drop_upcyclings_table_3(experts):
     """Its terms as they stand there, for s tokens; it leaves out gates, which `ModelSize.flops` has."""

@@ -71,6 +71,8 @@ def test_logits_are_the_adapters(kind, router, tmp_path):
         "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3.0},
     },
     {"modules_to_save": ["lm_head"]},
+    {"trainable_token_indices": IDS[0, :6].tolist()},
+    {"trainable_token_indices": {"embed_tokens": IDS[0, :6].tolist(), "lm_head": [5, 4]}},
     {"top_k": 1, "num_experts": 3, "router_aux_loss_coef": 0.125},
 ], ids=named)  # fmt: skip
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])

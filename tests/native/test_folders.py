@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
-from moe_peft.native import folders, upcycle
+from moe_peft.native import export_adapter, folders, upcycle, verify_export
+from moe_peft.native.export import check_verifiable
 from moe_peft.native.folders import (
     AdapterFolder,
     DenseFolder,
@@ -19,6 +22,7 @@ from moe_peft.native.folders import (
     find_adapter,
     open_folder,
 )
+from moe_peft.pruning import prune_experts
 from tests.helpers.native_case import IDS, adapter, dense_model, saved
 
 KINDS = {
@@ -87,3 +91,23 @@ def test_an_adapters_base_has_the_revision_that_it_names(world, tmp_path):
 def test_a_base_is_for_adapters(world):
     with pytest.raises(ValueError, match=r"base='x': is for an adapter, and model=.*dense' is not one"):
         open_folder(world / "dense", "model", base="x")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_with_added_tokens_is_read_with_their_embeddings(tied, tokenizer, tmp_path):
+    base = saved(dense_model("llama", tie_word_embeddings=tied), tmp_path / "base")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["new", "newer"])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(len(tokenizer))
+    model = adapter(model, tmp_path / "moe", base, trainable_token_indices=tokenizer("new newer")["input_ids"][:2])
+    tokenizer.save_pretrained(tmp_path / "moe")
+    folder = open_folder(tmp_path / "moe", "model", MoELoraFolder)
+    folder.check_tensors()
+    ids = tokenizer("w5 new w6 newer", return_tensors="pt")["input_ids"]
+    torch.testing.assert_close(folder.load(on_accelerator=False)(ids).logits, model(ids).logits, rtol=0, atol=0)
+    native = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "moe", tmp_path / "exported"))
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    check_verifiable(tmp_path / "moe")
+    assert verify_export(tmp_path / "moe", tmp_path / "exported", ["w5 new w6 newer"]).passed
+    prune_experts(tmp_path / "moe", tmp_path / "pruned", drop=[3])

@@ -43,6 +43,7 @@ ADAPTERS = {
     "attention": {"router_type": "attention", "router_num_heads": 1},
     "hydra": {"expert_type": "hydra_lora"},
     "bottleneck": {"expert_type": "bottleneck", "bottleneck_size": 6},
+    "tokens": {"trainable_token_indices": IDS[0, :3].tolist()},
     "top_k by layer": {"top_k_pattern": {r"layers\.0\.mlp": 5}},
     "linears": {
         "target_modules": ["mlp", "q_proj", "v_proj"],

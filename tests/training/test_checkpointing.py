@@ -95,6 +95,10 @@ def test_a_base_is_told_by_what_every_process_has(monkeypatch):
     assert len(values) == 4 * sum("moe_lora" not in name for name, _ in model.named_parameters())
     torch.nn.init.zeros_(next(p for name, p in model.named_parameters() if "moe_lora_A" in name))
     assert base_values(model) == values != base_values(adapted(seed=3))
+    config = MoELoraConfig(trainable_token_indices=[5], task_type="CAUSAL_LM")
+    with_rows = get_peft_model(adapted().unload(), config)
+    with_rows.get_base_model().get_input_embeddings().token_adapter.trainable_tokens_delta["default"].data.zero_()
+    assert base_values(with_rows) == values
     assert base_values(model.to("meta")) == base_values(tiny_llama()) == []
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     assert base_values(adapted()) == []

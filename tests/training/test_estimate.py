@@ -7,9 +7,10 @@ import copy
 import psutil
 import pytest
 from datasets import Dataset
+from peft import get_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft import MoESFTConfig
+from moe_peft import MoELoraConfig, MoESFTConfig
 from moe_peft.training.estimate import (  # fmt: skip
     STRATEGIES,
     Launch,
@@ -142,6 +143,15 @@ def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):
 def test_frozen_linears_but_the_head_are_quantized(quantization, size, tmp_path):
     planned = memory(trained(), arguments(tmp_path), quantization=quantization)
     assert planned.weights == round(size * 2 * (ATTENTION + FFN) + 4 * (2 * 2 * 64 + OUTSIDE))
+
+
+def test_a_tied_head_with_trained_rows_is_not_quantized(tmp_path):
+    def weights(**tokens):
+        model = tiny_llama(tie_word_embeddings=True)
+        model = get_peft_model(model, MoELoraConfig(num_experts=2, r=2, task_type="CAUSAL_LM", **tokens))
+        return memory(model, arguments(tmp_path), quantization={"load_in_4bit": True}).weights
+
+    assert weights(trainable_token_indices=[3, 4]) == weights() + 4 * 2 * 64
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,14 @@ def test_other_methods_do_not_mind_settings_of_stage_4(case, tmp_path):
     recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})
 
 
+def test_given_adapters_with_rows_of_embeddings_are_refused(case, tmp_path):
+    base = case["model"]["name_or_path"]
+    folders = loras(tmp_path, base, 2, target_modules=["up_proj"], trainable_token_indices=[5])
+    settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}
+    with pytest.raises(ValueError, match=r"prepare.adapters=.*: trainable_token_indices=\[5\]: a recipe's experts"):
+        UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})).check()
+
+
 def test_given_adapters_of_another_base_are_a_warning(case, tmp_path, caplog):
     base = case["model"]["name_or_path"]
     folders = [*loras(tmp_path / "own", base, 1, target_modules=["up_proj"]),

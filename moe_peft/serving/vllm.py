@@ -106,6 +106,7 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int, pipeline_par
     Raises:
         ValueError: the adapter's tensors do not fit its config and base, or vLLM cannot compute what it does.
     """
+    from ..adapter.config import ALL_ROWS
     from ..adapter.layers import MoELoraFFN, MoELoraLayer
 
     adapter.check_tensors()
@@ -127,7 +128,9 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int, pipeline_par
         in_parts = isinstance(layer, MoELoraFFN) and tensor_parallel_size > 1
         if in_parts and getattr(layer.projection(layer.layout.down), "bias", None) is not None:
             raise InputError("tensor_parallel_size: experts on FFNs with biases need 1")
-    if adapter.base.config.get_text_config().tie_word_embeddings:
-        trained = (key for key in adapter.tensors if "embed_tokens" in key or "lm_head" in key)
+    if added := next((key for key in adapter.tensors if ALL_ROWS in key), None):
+        raise InputError(f"{adapter}: {added}: tokens were added to the base; export it with `moe-peft export`")
+    if adapter.base.config.get_text_config().tie_word_embeddings and not adapter.config.ensure_weight_tying:
+        trained = (key for key in adapter.tensors if key.endswith(("embed_tokens.weight", "lm_head.weight")))
         if (key := next(trained, None)) is not None:
             raise InputError(f"{adapter}: {key} was trained, and the base ties it to another; export it")

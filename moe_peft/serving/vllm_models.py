@@ -18,7 +18,7 @@ from torch import nn
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 
-from ..adapter.config import MoELoraConfig
+from ..adapter.config import TOKEN_ROWS, MoELoraConfig, trained_tokens
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
 from .vllm import ADAPTER_FIELD, PREFIX
@@ -32,6 +32,7 @@ class _MoELora(nn.Module):
     """Mixed into a model of vLLM: adds an adapter's experts and loads both."""
 
     model: Any
+    config: Any
     packed_modules_mapping: dict[str, list[str]]
     supports_lora = False  # vLLM's LoRA layers would replace the linears inside
 
@@ -40,7 +41,7 @@ class _MoELora(nn.Module):
         hf_config = vllm_config.model_config.hf_config
         self.adapter: str | None = getattr(hf_config, ADAPTER_FIELD)
         self.source = f"adapter {self.adapter!r}"
-        config = cast(MoELoraConfig, read_adapter_config(self.adapter, self.source))
+        self.moe_lora_config = config = cast(MoELoraConfig, read_adapter_config(self.adapter, self.source))
         with safe_open(Path(self.adapter, ADAPTER_WEIGHTS), "pt") as file:
             keys = file.keys()
         specs = {
@@ -89,7 +90,7 @@ class _MoELora(nn.Module):
             state = read_adapter_weights(self.adapter, self.source)
             state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
             missing = {name for name in self.expert_tensors if name not in state}
-            weights, self.adapter = _overlaid(weights, state, self.source), None
+            weights, self.adapter = self._overlaid(weights, state), None
         if missing:
             raise InputError(f"{self.source}: no tensor {min(missing)}")
         loaded: set[str] = set()
@@ -113,16 +114,21 @@ class _MoELora(nn.Module):
             host.load(key, own, tensor)
             loaded.add(of_vllm)
 
-
-def _overlaid(
-    weights: Iterable[tuple[str, torch.Tensor]], state: dict[str, torch.Tensor], source: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's tensors, those that the adapter has trained replaced, and then the adapter's experts."""
-    for name, tensor in weights:
-        yield name, state.pop(name, tensor)
-    if unknown := [name for name in state if _EXPERTS not in name]:
-        raise InputError(f"{source}: {min(unknown)}: the base has no such tensor; is it the adapter's base?")
-    yield from state.items()
+    def _overlaid(
+        self, weights: Iterable[tuple[str, torch.Tensor]], state: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The base's tensors and rows, those that the adapter has trained replaced, and then the adapter's experts."""
+        for name, tensor in weights:
+            module = name.removesuffix(".weight")
+            if (rows := state.pop(f"{module}{TOKEN_ROWS}", None)) is not None:
+                tensor = tensor.clone()
+                tensor[trained_tokens(self.moe_lora_config, module)] = rows.to(tensor.dtype)
+            yield name, state.pop(name, tensor)
+        if self.config.tie_word_embeddings:  # `ensure_weight_tying` saves the head, too
+            state.pop("lm_head.weight", None)
+        if unknown := [name for name in state if _EXPERTS not in name]:
+            raise InputError(f"{self.source}: {min(unknown)}: the base has no such tensor; is it the adapter's base?")
+        yield from state.items()
 
 
 def __getattr__(name: str) -> type:

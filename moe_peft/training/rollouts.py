@@ -35,6 +35,10 @@ class AdapterGeneration(vllm_generation.VLLMGeneration):
     model: Any
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        if any(config.trainable_token_indices for config in model.peft_config.values()):
+            raise InputError(
+                "use_vllm=True: trainable_token_indices: vLLM is not sent single rows; leave one of them out"
+            )
         with tempfile.TemporaryDirectory() as folder:
             with gathered(model.parameters()):
                 model.save_pretrained(folder)

@@ -46,7 +46,7 @@ IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
 def dense_model(kind: str, seed: int = 0, **options) -> PreTrainedModel:
     """A tiny model whose every weight is random, norms and biases too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZE, **DENSE[kind], **options}))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZE, **DENSE.get(kind, {}), **options}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

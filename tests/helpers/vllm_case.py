@@ -16,6 +16,14 @@ os.environ.update(
 from vllm import LLM, SamplingParams
 
 SIZE = {"hidden_size": 128, "intermediate_size": 192}  # heads of 32, the smallest that vLLM's CPU kernels know
+# What vLLM's CPU kernels need of each family: heads of 32, and no softcap of attention, which they leave out.
+KINDS: dict[str, dict] = {
+    "llama": {"head_dim": 32, "mlp_bias": True}, "mistral": {}, "phi3": {"sliding_window": None}, "granite": {},
+    "qwen2": {"use_sliding_window": False}, "qwen3": {"head_dim": 32}, "gemma": {"head_dim": 32}, "cohere": {},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1e5}, "glm4": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32}, "cohere2": {"head_dim": 32},
+    "exaone4": {"head_dim": 32},
+}  # fmt: skip
 _start = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [_start[:3], _start, [*_start[:17], 5, 9, 7], _start[::-1] * 2, [4]]
 NEW = 6

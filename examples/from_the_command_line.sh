@@ -60,7 +60,7 @@ done
 
 # 3. Fine-tune a MoE-LoRA adapter with four experts.
 moe-peft sft --model_name_or_path base --dataset_name data/train.jsonl --output_dir adapter --max_steps "${STEPS:-50}" \
-    --num_experts 4 --top_k 2 --r 8 --lora_alpha 16 --learning_rate 1e-3 --per_device_train_batch_size 8 \
+    --num_experts 4 --top_k 2 --r 8 --learning_rate 1e-3 --per_device_train_batch_size 8 \
     --max_length 256 --bf16 false --gradient_checkpointing false --report_to none \
     --logging_steps 10 --save_strategy no
 

@@ -52,7 +52,7 @@ def adapter(model: ModelConfig, task_type: str) -> MoELoraConfig:
         num_experts=4,
         top_k=2,
         r=model.lora_r,
-        lora_alpha=model.lora_alpha,
+        lora_alpha=2 * model.lora_alpha,  # each of two experts counts a half
         lora_dropout=model.lora_dropout,
         use_rslora=model.use_rslora,
         target_modules=targets,

@@ -69,7 +69,9 @@ class MoELoraConfig(_Settings, PeftConfig):
 
     Args:
         r: Rank of every LoRA expert.
-        lora_alpha: The scaling's numerator.
+        lora_alpha: The scaling's numerator. None: `2·top_k·r` (`2·top_k·sqrt(r)` with `use_rslora`), of each module. As
+            gates sum to 1, k experts then change an output as much as a LoRA of rank k·r with the usual alpha of twice
+            its rank.
         lora_dropout: Dropout on the experts' input, as in LoRA.
         use_rslora: Scale by `lora_alpha / sqrt(r)`.
         num_experts: Experts in every targeted module.
@@ -135,7 +137,7 @@ class MoELoraConfig(_Settings, PeftConfig):
     """
 
     r: int = setting(8, "Rank of every expert.", COUNT)
-    lora_alpha: float = setting(16, "Scaling numerator: s = lora_alpha / r.", POSITIVE)
+    lora_alpha: float | None = setting(None, "Scaling numerator: s = lora_alpha / r; None: 2 * top_k * r.", POSITIVE)
     lora_dropout: float = setting(0.0, "Dropout on the experts' input.", Range(at_least=0, below=1))
     use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(r).")
     num_experts: int = setting(8, "Experts in every targeted module.", COUNT)
@@ -281,13 +283,15 @@ class MoELoraConfig(_Settings, PeftConfig):
         num_experts = by_pattern(self.num_experts_pattern, module_name, self.num_experts)
         top_k = by_pattern(self.top_k_pattern, module_name, self.top_k)
         self._check_top_k(top_k, num_experts)
+        top_k, r = min(top_k, num_experts), by_pattern(self.rank_pattern, module_name, self.r)
+        alpha = self.lora_alpha or usual_alpha(r, top_k, self.use_rslora)
         projections = self.target_projections
         return EXPERTS[self.expert_type](
             num_experts=num_experts,
             num_shared_experts=self.num_shared_experts if num_experts > 1 else 0,
-            top_k=min(top_k, num_experts),
-            r=by_pattern(self.rank_pattern, module_name, self.r),
-            lora_alpha=by_pattern(self.alpha_pattern, module_name, self.lora_alpha),
+            top_k=top_k,
+            r=r,
+            lora_alpha=by_pattern(self.alpha_pattern, module_name, alpha),
             use_rslora=self.use_rslora,
             lora_dropout=self.lora_dropout,
             mixing=self.mixing,
@@ -316,6 +320,11 @@ class MoELoraConfig(_Settings, PeftConfig):
 def by_pattern(pattern: dict[str, Any], module_name: str, default: Any) -> Any:
     """A module's value in `rank_pattern` or another of PEFT's patterns: of the first key that its name ends with."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module_name)), default)
+
+
+def usual_alpha(r: int, top_k: int = 1, use_rslora: bool = False) -> float:
+    """The alpha with which a scaling is twice the number of a token's experts; of a LoRA, twice."""
+    return 2 * top_k * (r**0.5 if use_rslora else r)
 
 
 def trained_tokens(config: Any, module: str) -> list[int]:

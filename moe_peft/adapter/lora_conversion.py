@@ -338,7 +338,7 @@ def expert_to_lora(
         raise InputError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
     state, ranks, alphas = _matrices_of(model, expert, adapter_name)
     every = [n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n]
-    r, lora_alpha = _lora_size(source)
+    r, lora_alpha = _lora_size(source.expert_spec(""))
     config = LoraConfig(
         r=r,
         lora_alpha=lora_alpha,
@@ -367,7 +367,7 @@ def expert_to_lora(
     return config, state
 
 
-def _lora_size(source: MoELoraConfig | Experts) -> tuple[int, float]:
+def _lora_size(source: Experts) -> tuple[int, float]:
     """Rank and alpha of an expert's LoRA, with that of the experts that serve every token, and the same scaling."""
     parts = 1 + source.num_shared_experts
     return source.r * parts, source.lora_alpha * (parts**0.5 if source.use_rslora else parts)

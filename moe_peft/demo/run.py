@@ -41,7 +41,7 @@ from .smollm2 import NAME, smollm2_folder
 from .tasks import TASKS, make_rows, write_rows
 
 _TRAIN, _TEST = 300, 20  # rows of each domain
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "r": 8, "lora_alpha": 16}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "r": 8}
 _TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "learning_rate": 1e-3,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, set_seed
 from trl import SFTConfig
 
 from ..adapter.base_model import find_ffns
-from ..adapter.config import MoELoraConfig
+from ..adapter.config import MoELoraConfig, usual_alpha
 from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
 from ..models.gate_init import init_gates
@@ -131,7 +131,7 @@ class LoraExperts(ExpertKind):
         moe = self.recipe.moe_config()
         return _LoraConfig(
             r=moe.r,
-            lora_alpha=moe.lora_alpha,
+            lora_alpha=moe.lora_alpha or usual_alpha(moe.r, use_rslora=moe.use_rslora),
             lora_dropout=moe.lora_dropout,
             use_rslora=moe.use_rslora,
             init_lora_weights=moe.init_lora_weights,

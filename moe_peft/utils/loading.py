@@ -95,6 +95,8 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     """
     counts = ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
     sizes = {name: saved[name] for name in counts if name in saved}
+    if sizes.get("lora_alpha", 1) is None and saved.get("peft_type") == "MOE_LORA":
+        del sizes["lora_alpha"]
     for name in _PATTERNS:
         if not isinstance(value := saved.get(name) or {}, dict):
             raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")

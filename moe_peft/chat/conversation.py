@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..models.introspection import base_model, expert_names, text_config
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts
-from ..utils.messages import InputError, choice_error, one_line
+from ..utils.messages import InputError, one_line
 from .routes import Routes, record_routes
 
 Kind = Literal["auto", "expert", "forbid", "base"]
@@ -175,6 +175,8 @@ class Conversation:
         """
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts
+        if (kind == "expert" and len(given) != 1) or (kind == "forbid" and not given):
+            raise InputError(f"{kind}: name {'one' if kind == 'expert' else 'some'} of the experts: {self._known()}")
         self._kind, self._steered = kind, sorted({self._index(expert) for expert in given})
         try:
             with self._routing():
@@ -184,18 +186,16 @@ class Conversation:
             raise
 
     def _index(self, expert: Expert) -> int:
-        if not self.experts:
-            raise InputError("the model has no router: every token takes the same way")
         if str(expert) in self.experts:
             return self.experts.index(str(expert))
         if str(expert).isdecimal() and int(expert) < len(self.experts):
             return int(expert)
-        named = expert_names(self.model) is not None
-        raise InputError(
-            choice_error("expert", expert, self.experts)
-            if named
-            else f"expert={expert!r}: must be 0 to {len(self.experts) - 1}"
-        )
+        raise InputError(f"expert={expert!r}: must be one of {self._known()}")
+
+    def _known(self) -> str:
+        if not self.experts:
+            raise InputError("the model has no router: every token takes the same way")
+        return ", ".join(self.experts) if expert_names(self.model) else f"0 to {len(self.experts) - 1}"
 
     def _routing(self) -> AbstractContextManager:
         if self._kind == "expert":

@@ -201,11 +201,7 @@ class Terminal:
         return text
 
     def steer(self, kind: Kind, names: str) -> None:
-        given = [name.strip() for name in names.split(",") if name.strip()]
-        if kind in ("expert", "forbid") and (not given or (kind == "expert" and len(given) > 1)):
-            known = ", ".join(self.conversation.experts) or "the model has no router"
-            raise InputError(f"/{kind}: name {'one' if kind == 'expert' else 'some'} of its experts: {known}")
-        self.conversation.steer(kind, given)
+        self.conversation.steer(kind, [name.strip() for name in names.split(",") if name.strip()])
         self._compare()
 
     def clear(self, rest: str) -> None:

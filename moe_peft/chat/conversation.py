@@ -37,6 +37,15 @@ class Answer:
         routes: the experts of the same T tokens; None if no router ran.
         steering: how it was routed: "auto", "expert law", "without law" or "base".
         ending: "end" (the model ended it), "length" (`max_new_tokens`) or "stopped".
+
+    Example:
+
+    ```python
+    >>> from moe_peft.chat import Answer
+    >>> answer = Answer("Who?", ["The ", "law", "."], None, "auto", "end")
+    >>> answer.text
+    'The law.'
+    ```
     """
 
     question: str
@@ -49,8 +58,11 @@ class Answer:
     def text(self) -> str:
         return "".join(self.tokens)
 
-    def runs(self, router: int) -> list[tuple[str, int]]:
-        """The text in pieces whose tokens a router sent first to the same expert; -1 stands for none."""
+    def runs(self, router: int | None) -> list[tuple[str, int]]:
+        """
+        The text in pieces whose tokens have the same leading expert, of a router or averaged over all (`None`); -1
+        stands for none.
+        """
         runs: list[tuple[str, int]] = []
         experts = self.routes.leading_T(router) if self.routes is not None else [-1] * len(self.tokens)
         for text, expert in zip(self.tokens, experts, strict=True):
@@ -84,7 +96,7 @@ class Conversation:
     ```python
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from moe_peft.chat import Conversation
-    >>> name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    >>> name = "Qwen/Qwen3-0.6B"
     >>> conversation = Conversation(
     ...     AutoModelForCausalLM.from_pretrained(name),
     ...     AutoTokenizer.from_pretrained(name),

@@ -34,6 +34,22 @@ class Routes:
         measure: "gates", or "choices" if some router's gates were not seen: then those of the chosen experts are 1.
         layers: the routers' names, [L], in the order of `moe-peft inspect`.
         experts: the experts' names, [n]; their numbers if they have none.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.chat import Routes
+    >>> routes = Routes(  # one router, two tokens, two slots
+    ...     torch.tensor([[[1, 0], [1, 2]]]),
+    ...     torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
+    ...     "gates", ["layers.0.mlp"], ["law", "math", "code"],
+    ... )
+    >>> routes.summary()
+    'math 62 %, code 25 %, law 12 % (gates, 1 router)'
+    >>> routes.leading_T(0)
+    [1, 1]
+    ```
     """
 
     experts_LTK: torch.Tensor
@@ -73,20 +89,24 @@ class Routes:
             raise InputError(f"layer {' '.join(words)}: no such router; they are {_first_and_last(self.layers)}")
         return found
 
-    def leading_T(self, router: int) -> list[int]:
-        """The expert with the largest share of each token; -1 if the token has none."""
-        shares_T, experts_T = self.shares_LTN[router].max(-1)
+    def leading_T(self, router: int | None) -> list[int]:
+        """The expert with the largest share of each token, of a router or averaged over all; -1 if it has none."""
+        shares_TN = self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
+        shares_T, experts_T = shares_TN.max(-1)
         return experts_T.masked_fill(shares_T == 0, -1).tolist()
 
+    def shares_N(self, router: int | None = None) -> torch.Tensor:
+        """Each expert's share of the text, of a router or averaged over all."""
+        return self.shares_LN.mean(0) if router is None else self.shares_LN[router]
+
     def ranked(self, router: int | None = None) -> list[tuple[int, float]]:
-        """Experts and their shares of the text, largest first; of a router, or averaged over all."""
-        shares_N = self.shares_LN.mean(0) if router is None else self.shares_LN[router]
-        shares, experts = shares_N.sort(descending=True, stable=True)
+        """The experts that have a share of the text, as in `shares_N`, largest first."""
+        shares, experts = self.shares_N(router).sort(descending=True, stable=True)
         return [(i, share) for i, share in zip(experts.tolist(), shares.tolist(), strict=True) if share > 0]
 
-    def colors(self, router: int) -> dict[int, str]:
-        """Expert → color, for the 7 that a router used most; the same in all texts if there are no more than 7."""
-        most_used = self.shares_LN[router].sort(descending=True, stable=True).indices[: len(PALETTE)]
+    def colors(self, router: int | None) -> dict[int, str]:
+        """Expert → color, for the 7 with the largest shares; the same in all texts if there are no more than 7."""
+        most_used = self.shares_N(router).sort(descending=True, stable=True).indices[: len(PALETTE)]
         return dict(zip(sorted(most_used.tolist()), PALETTE, strict=False))
 
     def summary(self, most: int = 4) -> str:
@@ -96,7 +116,8 @@ class Routes:
         if not parts:
             return "no expert"
         more = ", …" if len(ranked) > most else ""
-        return f"{', '.join(parts)}{more} ({self.measure}, mean of {len(self.layers)} routers)"
+        over = "1 router" if len(self.layers) == 1 else f"mean of {len(self.layers)} routers"
+        return f"{', '.join(parts)}{more} ({self.measure}, {over})"
 
 
 def percent(share: float) -> str:

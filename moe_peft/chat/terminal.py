@@ -73,7 +73,7 @@ class Terminal:
                 line = input("… " if lines else "> ")
             except EOFError:
                 print()
-                return None
+                return "\n".join(lines) or None
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
@@ -104,7 +104,7 @@ class Terminal:
         before, pieces, text = self._last, self.conversation.ask_again(), ""
         columns = [before.steering, self.conversation.steering]
         is_live = self.console.is_terminal and not self.console.is_dumb_terminal
-        view = Live(console=self.console, auto_refresh=False, transient=True, vertical_overflow="visible")
+        view = Live(console=self.console, auto_refresh=False, transient=True)
         with self._stoppable(), view if is_live else nullcontext():
             for piece in pieces:
                 text += _harmless(piece)
@@ -159,23 +159,34 @@ class Terminal:
         routes = answer.routes
         if routes is None or not answer.tokens:
             raise InputError("the last answer has no routes: no router ran")
-        shown = routes.find(words.split()) if words else [routes.most_decisive]
+        if words == "all":
+            self._explain(answer, routes, None, f"mean of {len(routes.layers)} routers")
+            return
+        if not words:
+            router = routes.most_decisive
+            note = f", the most decisive of {len(routes.layers)} routers; /why N shows layer N, /why all their mean"
+            self._explain(answer, routes, router, f"{routes.layers[router]}{note}")
+            return
+        shown = routes.find(words.split())
         if len(shown) > _MOST_ROUTERS:
             such = routes.layers[shown[0]]
             raise InputError(f"{words}: {len(shown)} routers have this in their names, such as {such}; name fewer")
         for router in shown:
-            note = "" if words else f", the most decisive of {len(routes.layers)}; /why N shows layer N"
-            self._note(f"{routes.layers[router]}{note}")
-            colors = routes.colors(router)
-            self.console.print(self._painted(answer, router, colors), soft_wrap=self._is_plain)
-            self.console.print(self._legend(routes, router, colors), soft_wrap=self._is_plain)
+            self._explain(answer, routes, router, routes.layers[router])
+
+    def _explain(self, answer: Answer, routes: Routes, router: int | None, title: str) -> None:
+        """An answer's tokens in the colors of their experts, and what these are."""
+        self._note(title)
+        colors = routes.colors(router)
+        self.console.print(self._painted(answer, router, colors), soft_wrap=self._is_plain)
+        self.console.print(self._legend(routes, router, colors), soft_wrap=self._is_plain)
 
     @property
     def _is_plain(self) -> bool:
         """Whether there are no colors: not a terminal, a dumb one, or NO_COLOR."""
         return self.console.no_color or self.console.color_system is None
 
-    def _painted(self, answer: Answer, router: int, colors: dict[int, str]) -> Text:
+    def _painted(self, answer: Answer, router: int | None, colors: dict[int, str]) -> Text:
         text = Text()
         for run, expert in answer.runs(router):
             if self._is_plain:
@@ -183,7 +194,7 @@ class Terminal:
             text.append(_harmless(run), _style(colors.get(expert)))
         return text
 
-    def _legend(self, routes: Routes, router: int, colors: dict[int, str]) -> Text:
+    def _legend(self, routes: Routes, router: int | None, colors: dict[int, str]) -> Text:
         """The experts with their colors, or with their numbers; those without a color are one entry."""
         text, rest = Text(), 0.0
         for expert, share in routes.ranked(router):
@@ -221,8 +232,9 @@ class Terminal:
 
 # A command's name → how it is written, what it does, and what runs.
 COMMANDS: dict[str, _Command] = {
-    "/why": _Command("/why [12]", "color the last answer's tokens by expert, in the most decisive layer or in layer 12",
-                     Terminal.why),
+    "/why": _Command(
+        "/why [N | all]", "color tokens by expert: in the most decisive layer, in N, by the mean", Terminal.why
+    ),
     "/expert": _Command("/expert NAME", "one expert serves all tokens", lambda t, rest: t.steer("expert", rest)),
     "/forbid": _Command("/forbid NAME, …", "routers choose among the others", lambda t, rest: t.steer("forbid", rest)),
     "/base": _Command("/base", "without the adapter", lambda t, rest: t.steer("base", "")),
@@ -230,7 +242,7 @@ COMMANDS: dict[str, _Command] = {
     "/clear": _Command("/clear", "forget all turns", Terminal.clear),
     "/help": _Command("/help", "list the commands", Terminal.help),
     "/quit": _Command("/quit", "leave, as Ctrl-D does", Terminal.quit),
-}  # fmt: skip
+}
 
 
 def _beside(columns: list[str], texts: list[str], served: list[str] | None = None) -> Table:

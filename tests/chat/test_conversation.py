@@ -15,10 +15,14 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
-from moe_peft.chat import Conversation
+from moe_peft.chat import Conversation, record_routes
+from moe_peft.combine.mix import MixSettings, mix
+from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.introspection import observed_routing
 from moe_peft.models.layer import router_parameters
+from moe_peft.native.folders import open_folder
 from moe_peft.utils.messages import InputError
+from moe_peft.utils.validation import validate
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.routed_models import COMMON, K, N
 
@@ -288,3 +292,37 @@ def test_a_temperature_samples(folder, tokenizer):
         conversation = Conversation(model, tokenizer, max_new_tokens=12, temperature=2.0)
         texts.add("".join(conversation.ask("hello")))
     assert len(texts) > 1
+
+
+@pytest.mark.slow
+def test_a_mixture_of_smollm2s_adapters_answers_and_shows_its_routes(tmp_path):
+    base = smollm2_folder()
+    for seed, name in enumerate(("law", "math")):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], task_type="CAUSAL_LM")
+        lora = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        for key, weight in lora.named_parameters():
+            if "lora_B" in key:
+                weight.data.normal_(std=0.003)  # as after a few steps
+        lora.save_pretrained(tmp_path / name)
+    adapters = [str(tmp_path / name) for name in ("law", "math")]
+    out = str(tmp_path / "mixed")
+    mix(validate(MixSettings, {"adapters": adapters, "base": str(base), "gates": "arrow", "output": out}))
+    folder = open_folder(out, "model", base=base)
+    model, tokenizer = folder.load("float32"), folder.tokenizer
+    conversation = Conversation(model, tokenizer, max_new_tokens=24)
+    question = "What is the capital of France? Write “é 世界 🙂”, too."
+    text = "".join(conversation.ask(question))
+    answer = conversation.answers[0]
+    assert "Paris" in text == answer.text and conversation.experts == ["law", "math"]
+    history = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    ids = generated(model, tokenizer, prompt, 24)
+    with torch.no_grad(), record_routes(model) as tape:
+        model(torch.cat((prompt, ids), 1), use_cache=False)
+    start = prompt.shape[1]
+    assert torch.equal(answer.routes.experts_LTK, tape.routes(start, start + len(answer.tokens)).experts_LTK)
+    assert len(answer.routes.layers) == 30 and (answer.routes.shares_LN > 0).sum(-1).max() == 2
+    conversation.steer("expert", "math")
+    list(conversation.ask_again())
+    assert conversation.answers[0].routes.ranked() == [(1, 1.0)]

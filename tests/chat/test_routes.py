@@ -26,7 +26,7 @@ def test_shares_are_gates_of_tokens_and_means_over_routers():
     torch.testing.assert_close(of_two.shares_LN, torch.tensor([[0.625, 0.125, 0.25], [0, 0, 1.0]]))
     assert of_two.most_decisive == 1
     assert [expert for expert, _ in of_two.ranked()] == [2, 0, 1] and of_two.ranked(1) == [(2, 1.0)]
-    assert of_two.leading_T(0) == [0, 0] and of_two.leading_T(1) == [2, -1]
+    assert (of_two.leading_T(0), of_two.leading_T(1), of_two.leading_T(None)) == ([0, 0], [2, -1], [2, 0])
     assert of_two.summary() == "e2 62 %, e0 31 %, e1 6 % (gates, mean of 2 routers)"
     assert of_two.summary(1) == "e2 62 %, … (gates, mean of 2 routers)"
 

@@ -70,7 +70,7 @@ def after(printed: str, line: str) -> str:
 
 
 def test_a_conversation_shows_who_served_it(talk):
-    printed = talk("mixture", "hello", "/why", "/why 1", "/help")
+    printed = talk("mixture", "hello", "/why", "/why 1", "/why all", "/why mlp x", "/help")
     assert "experts: law, math, code, prose; 2 routers" in printed and printed.endswith("> \n")
     served = after(printed, "hello").splitlines()[-1]
     assert re.match(r"served by: (\w+ \d+ %, ){3}\w+ \d+ % \(gates, mean of 2 routers\)", served)
@@ -82,6 +82,11 @@ def test_a_conversation_shows_who_served_it(talk):
     assert used and all(f"[{i}] {NAMES[int(i)]} " in why[-1] for i in used)
     assert re.sub(r"\[\d\]", "", why[1]) == after(printed, "hello").splitlines()[0]
     assert after(printed, "/why 1").startswith("model.layers.1.mlp\n[")
+    all_routers = after(printed, "/why all").splitlines()
+    assert all_routers[0] == "mean of 2 routers"
+    shares = dict(re.findall(r"(\w+) (\d+ %)", all_routers[2]))
+    assert shares == dict(re.findall(r"(\w+) (\d+ %)", served))
+    assert after(printed, "/why mlp x").startswith("layer mlp x: no such router; they are model.layers.0.mlp to ")
     assert all(command.usage in after(printed, "/help") for command in COMMANDS.values())
 
 

@@ -151,6 +151,7 @@ class Conversation:
 
     @property
     def stopping(self) -> bool:
+        """Whether the running answer is about to end."""
         return self._stop.is_set()
 
     def clear(self) -> None:
@@ -187,6 +188,8 @@ class Conversation:
         """
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts
+        if kind in ("expert", "forbid") and not self.experts:
+            raise InputError("the model has no router: every token takes the same way")
         if (kind == "expert" and len(given) != 1) or (kind == "forbid" and not given):
             raise InputError(f"{kind}: name {'one' if kind == 'expert' else 'some'} of the experts: {self._known()}")
         self._kind, self._steered = kind, sorted({self._index(expert) for expert in given})
@@ -205,8 +208,6 @@ class Conversation:
         raise InputError(f"expert={expert!r}: must be one of {self._known()}")
 
     def _known(self) -> str:
-        if not self.experts:
-            raise InputError("the model has no router: every token takes the same way")
         return ", ".join(self.experts) if expert_names(self.model) else f"0 to {len(self.experts) - 1}"
 
     def _routing(self) -> AbstractContextManager:
@@ -237,6 +238,7 @@ class Conversation:
         finally:
             self._stop.set()
             thread.join()
+            self._stop.clear()
             for token in run.ids[len(pieces.ids) : -1]:
                 pieces.add(token)
             rest = pieces.end()

@@ -192,6 +192,7 @@ def test_a_base_in_4_bits_is_chatted_with(talk):
     assert "bitsandbytes, load_in_4bit" in printed and "law 100 %" in printed
 
 
+@pytest.mark.slow
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(models):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()

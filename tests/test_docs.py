@@ -31,6 +31,7 @@ PRINTED = {
     "README.md": "'aux_loss'",
     "adapter.md": "trainable params",
     "checks.md": "num_train_epochs=nan: must be a finite number",
+    "chat.md": "/help lists the commands",
     "combine.md": "Where tokens go first",
     "evaluating.md": "Each expert alone",
     "extending.md": "router_entropy_loss",

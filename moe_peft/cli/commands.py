@@ -39,6 +39,12 @@ COMMANDS: dict[str, Command] = {
         resumes="the same command resumes from the last checkpoint, if one was saved (save_steps)",
         needs_less="lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew",
     ),
+    "chat": Command(
+        ".chat",
+        "talk with a model, and see and steer which experts answer",
+        once=True,
+        needs_less="set --load-in-4bit, or lower --max-new-tokens",
+    ),
     "inspect": Command(".inspect", "report where a model's tokens go", once=True, needs_less=_BATCHES),
     "eval": Command(".eval", "evaluate a model on tasks of lm-evaluation-harness", needs_less="lower --batch-size"),
     "mix": Command(

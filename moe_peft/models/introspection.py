@@ -96,7 +96,8 @@ class RoutedPass:
         router_logits: one [T, n] per router, in the order of `routed_layers`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
-        gates: those of the chosen experts, [T, k] per router; None where they were not seen.
+        experts: the same by slots, int64 [T, k] per router, with those whose gate is 0.
+        gates: those of the slots, [T, k] per router; None where they were not seen.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.
         trains: whether gradients were enabled.
@@ -104,6 +105,7 @@ class RoutedPass:
 
     router_logits: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
+    experts: tuple[torch.Tensor, ...]
     gates: tuple[torch.Tensor | None, ...]
     mask: torch.Tensor
     input_ids: torch.Tensor | None
@@ -142,8 +144,8 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
             rows = collection.rows
             mask = torch.ones(rows, len(logits[0]) // rows, dtype=torch.long, device=logits[0].device)
         k = int(getattr(text_config(model), "num_experts_per_tok", 1))
-        chosen, gates = _chosen(logits, choices, k)
-        observe(RoutedPass(tuple(logits), chosen, gates, mask, collection.token_ids, torch.is_grad_enabled()))
+        chosen, experts, gates = _chosen(logits, choices, k)
+        observe(RoutedPass(tuple(logits), chosen, experts, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
     gates = {layer.module: layer.logits_index for layer in native_layers(model)}
     with observing(backbone(model), on_pass, gates):
@@ -152,19 +154,24 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
 
 def _chosen(
     logits: Sequence[torch.Tensor], choices: Sequence[Choice | None], k: int
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-    """Routers' choices as masks, bool [T, n], the top k if they were not seen; and their gates [T, k], if they were."""
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """
+    Routers' choices, the top k if they were not seen: masks, bool [T, n], and slots [T, k]; and the gates of the slots
+    [T, k], if they were seen.
+    """
     full = [choice for choice in choices if choice is not None and choice[1] is not None]
     kinds = {(x.shape, x.device) for choice in full for x in choice if x is not None}
     if len(full) == len(choices) and len(kinds) == 1:
         # The usual case, in a few operations for all layers.
         experts_LTK, gates_LTK = (torch.stack(of_layers) for of_layers in zip(*full, strict=True))
-        return chosen_experts(experts_LTK, gates_LTK, logits[0].shape[-1]).unbind(), gates_LTK.unbind()
-    chosen, gates = [], []
+        chosen_LTN = chosen_experts(experts_LTK, gates_LTK, logits[0].shape[-1])
+        return chosen_LTN.unbind(), experts_LTK.unbind(), gates_LTK.unbind()
+    chosen, experts, gates = [], [], []
     for logits_TN, choice in zip(logits, choices, strict=True):
         experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
         if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
             gates_TK = None
         chosen.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
+        experts.append(experts_TK)
         gates.append(gates_TK)
-    return tuple(chosen), tuple(gates)
+    return tuple(chosen), tuple(experts), tuple(gates)

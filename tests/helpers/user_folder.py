@@ -17,10 +17,8 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.warm import start
 
 # Where the public names are, each in its package's `__all__`.
-PACKAGES = (
-    "moe_peft",
-    *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "pruning", "routing", "training", "upit")),
-)
+_ROOMS = ("analysis", "chat", "evaluation", "native", "pruning", "routing", "training", "upit")
+PACKAGES = ("moe_peft", *(f"moe_peft.{room}" for room in _ROOMS))
 
 
 def write_model(folder: str | Path, tokenizer: Any, seed: int = 0) -> None:

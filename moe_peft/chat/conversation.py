@@ -1,0 +1,366 @@
+"""
+A conversation with a model, in which each answer has the experts of its tokens. Nothing here knows of a terminal.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jinja2 import TemplateError
+from peft import PeftModel
+from transformers.generation.streamers import BaseStreamer
+
+from ..models.introspection import base_model, expert_names, text_config
+from ..models.layer import routed_layers
+from ..models.steering import Expert, allow_experts, force_experts
+from ..utils.messages import InputError, one_line
+from .routes import Routes, record_routes
+
+Kind = Literal["auto", "expert", "forbid", "base"]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """
+    An answer.
+
+    Args:
+        question: what was asked.
+        tokens: the text of each token, [T]; they join to the answer. That of a character of several tokens belongs to
+            the last of them.
+        routes: the experts of the same T tokens; None if no router ran.
+        steering: how it was routed: "auto", "expert law", "without law" or "base".
+        ending: "end" (the model ended it), "length" (`max_new_tokens`) or "stopped".
+
+    Example:
+
+    ```python
+    >>> from moe_peft.chat import Answer
+    >>> answer = Answer("Who?", ["The ", "law", "."], None, "auto", "end")
+    >>> answer.text
+    'The law.'
+    ```
+    """
+
+    question: str
+    tokens: list[str]
+    routes: Routes | None
+    steering: str
+    ending: Literal["end", "length", "stopped"]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
+
+    def runs(self, router: int | None) -> list[tuple[str, int]]:
+        """
+        The text in pieces whose tokens have the same leading expert, of a router or averaged over all (`None`); -1
+        stands for none.
+        """
+        runs: list[tuple[str, int]] = []
+        experts = self.routes.leading_T(router) if self.routes is not None else [-1] * len(self.tokens)
+        for text, expert in zip(self.tokens, experts, strict=True):
+            if runs and (runs[-1][1] == expert or not text):
+                runs[-1] = (runs[-1][0] + text, runs[-1][1])
+            elif text:
+                runs.append((text, expert))
+        return runs
+
+
+class Conversation:
+    """
+    A conversation of several turns. Only one answer at a time may run on a model: steering is set on the model itself.
+
+    Args:
+        model: of any kind, in evaluation mode; a MoE-LoRA adapter and a native MoE have routes.
+        tokenizer: its chat template writes the turns. Without one, each question is a text to continue by itself.
+        system: the system prompt.
+        max_new_tokens: the most tokens of an answer.
+        temperature: 0 takes the most probable token each time.
+
+    Attributes:
+        answers: those of the turns so far.
+        experts: the experts' names, or their numbers; empty if the model has no router.
+
+    Raises:
+        ValueError: the chat template takes no system prompt, or there is none.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from moe_peft.chat import Conversation
+    >>> name = "Qwen/Qwen3-0.6B"
+    >>> conversation = Conversation(
+    ...     AutoModelForCausalLM.from_pretrained(name),
+    ...     AutoTokenizer.from_pretrained(name),
+    ...     max_new_tokens=8,
+    ... )
+    >>> pieces = list(conversation.ask("Write 12 in words."))
+    >>> "".join(pieces) == conversation.answers[-1].text
+    True
+    ```
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+    ) -> None:
+        self.model, self.tokenizer, self.system = model, tokenizer, system
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.answers: list[Answer] = []
+        n = max((layer.num_experts for layer in routed_layers(model)), default=0)
+        self.experts = (expert_names(model) or [str(i) for i in range(n)]) if n else []
+        self._kind: Kind = "auto"
+        self._steered: list[int] = []
+        self._stop = threading.Event()
+        if system is not None:
+            if tokenizer.chat_template is None:
+                raise InputError(f"system={one_line(system, 60)!r}: the tokenizer has no chat template; leave it out")
+            self._prompt("", [])
+
+    # --- turns ---------------------------------------------------------------------------------------------------
+
+    def ask(self, question: str) -> Iterator[str]:
+        """
+        The answer's text, piece by piece; it is `answers[-1]` afterwards, also if the iterator is closed early.
+
+        Raises:
+            ValueError: the conversation is too long for the model.
+        """
+        return self._answer(question, self.answers)
+
+    def ask_again(self) -> Iterator[str]:
+        """The last question, asked again under the present steering; the new answer replaces the last one."""
+        return self._answer(self.answers[-1].question, self.answers[:-1])
+
+    def stop(self) -> None:
+        """End the running answer after its present token, from any thread."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the running answer is about to end."""
+        return self._stop.is_set()
+
+    def clear(self) -> None:
+        """Forget all turns; the steering stays."""
+        self.answers = []
+
+    def messages(self, question: str, before: Sequence[Answer]) -> list[dict[str, str]]:
+        """What the chat template is given."""
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn in before:
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.text})
+        return [*messages, {"role": "user", "content": question}]
+
+    # --- steering ------------------------------------------------------------------------------------------------
+
+    @property
+    def steering(self) -> str:
+        """How the next answers are routed: "auto", "expert law", "without law, math" or "base"."""
+        names = ", ".join(self.experts[expert] for expert in self._steered)
+        return {"auto": "auto", "base": "base", "expert": f"expert {names}", "forbid": f"without {names}"}[self._kind]
+
+    def steer(self, kind: Kind, experts: Expert | Sequence[Expert] = ()) -> None:
+        """
+        Route all further answers in this way, instead of the one before.
+
+        Args:
+            kind: "auto": as the model does; "expert": one serves all tokens; "forbid": routers choose among the others;
+                "base": the adapter is disabled.
+            experts: which one, or which ones; names or numbers.
+
+        Raises:
+            ValueError: the model has no router, no such expert, no adapter, or too few others.
+        """
+        before = self._kind, self._steered
+        given = [experts] if isinstance(experts, (int, str)) else experts
+        if kind in ("expert", "forbid") and not self.experts:
+            raise InputError("the model has no router: every token takes the same way")
+        if (kind == "expert" and len(given) != 1) or (kind == "forbid" and not given):
+            raise InputError(f"{kind}: name {'one' if kind == 'expert' else 'some'} of the experts: {self._known()}")
+        self._kind, self._steered = kind, sorted({self._index(expert) for expert in given})
+        try:
+            with self._routing():
+                pass
+        except InputError:
+            self._kind, self._steered = before
+            raise
+
+    def _index(self, expert: Expert) -> int:
+        if str(expert) in self.experts:
+            return self.experts.index(str(expert))
+        if str(expert).isdecimal() and int(expert) < len(self.experts):
+            return int(expert)
+        raise InputError(f"expert={expert!r}: must be one of {self._known()}")
+
+    def _known(self) -> str:
+        return ", ".join(self.experts) if expert_names(self.model) else f"0 to {len(self.experts) - 1}"
+
+    def _routing(self) -> AbstractContextManager:
+        if self._kind == "expert":
+            return force_experts(self.model, self._steered)
+        if self._kind == "forbid":
+            return allow_experts(self.model, [i for i in range(len(self.experts)) if i not in self._steered])
+        if self._kind == "base":
+            if not isinstance(self.model, PeftModel):
+                raise InputError("base: the model has no adapter to disable")
+            return self.model.disable_adapter()
+        return nullcontext()
+
+    # --- answers -------------------------------------------------------------------------------------------------
+
+    def _answer(self, question: str, before: list[Answer]) -> Iterator[str]:
+        prompt_1S, steering = self._prompt(question, before), self.steering
+        length = self._longest(prompt_1S.shape[1])
+        self._stop.clear()
+        run, pieces = _Run(self._stop), _Pieces(self.tokenizer)
+        # In a thread, so that whoever waits for a piece can still call `stop`.
+        thread = threading.Thread(target=self._generate, args=(prompt_1S, length, run), daemon=True)
+        thread.start()
+        try:
+            for token in run:
+                if piece := pieces.add(token):
+                    yield piece
+        finally:
+            self._stop.set()
+            thread.join()
+            self._stop.clear()
+            for token in run.ids[len(pieces.ids) : -1]:
+                pieces.add(token)
+            rest = pieces.end()
+            if run.error is None:
+                ended = run.ids[-1] in self._ends
+                ending: Any = "end" if ended else "length" if len(run.ids) > length else "stopped"
+                self.answers = [*before, Answer(question, pieces.tokens, run.routes, steering, ending)]
+        if run.error is not None:
+            raise run.error
+        if rest:
+            yield rest
+
+    def _prompt(self, question: str, before: Sequence[Answer]) -> torch.Tensor:
+        """Token ids, [1, S]."""
+        if self.tokenizer.chat_template is None:
+            ids = self.tokenizer(question, return_tensors="pt")["input_ids"]
+            if ids.numel() == 0:
+                raise InputError("nothing to continue: write some text")
+            return ids.to(self.model.device)
+        try:
+            inputs = self.tokenizer.apply_chat_template(
+                self.messages(question, before), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except TemplateError as error:
+            raise InputError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
+        return inputs["input_ids"].to(self.model.device)
+
+    def _longest(self, prompt: int) -> int:
+        """How many tokens an answer may have."""
+        most = getattr(text_config(self.model), "max_position_embeddings", None)
+        if most is not None and prompt >= most:
+            raise InputError(f"the conversation has {prompt} tokens, the model takes {most}; clear it")
+        return self.max_new_tokens if most is None else min(self.max_new_tokens, most - prompt)
+
+    @property
+    def _ends(self) -> set[int]:
+        """The tokens that end an answer: those of the model, and the tokenizer's, which training may have changed."""
+        ends = base_model(self.model).generation_config.eos_token_id
+        return {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
+
+    def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run) -> None:
+        """A token is routed when it is read, so one more is generated, which is left out: often that of the end."""
+        choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
+        if self.temperature == 0:
+            choose = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")) | {"do_sample": False}
+        ends = sorted(self._ends)
+        pad = self.tokenizer.pad_token_id
+        try:
+            with self._routing(), record_routes(self.model) as tape:
+                self.model.generate(
+                    input_ids=prompt_1S,
+                    attention_mask=torch.ones_like(prompt_1S),
+                    max_new_tokens=length + 1,
+                    eos_token_id=ends,
+                    pad_token_id=ends[0] if pad is None else pad,
+                    num_beams=1,
+                    streamer=run,
+                    stopping_criteria=[run.stops],
+                    **choose,
+                )
+            start = prompt_1S.shape[1]
+            run.routes = tape.routes(start, start + len(run.ids) - 1)
+        except BaseException as error:
+            run.error = error
+        finally:
+            run.finished()
+
+
+class _Run(BaseStreamer):
+    """One call of `generate`; iterating over it gives each token but the last, as soon as the next one is there."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.ids: list[int] = []
+        self.routes: Routes | None = None
+        self.error: BaseException | None = None
+        self._stop, self._has_prompt = stop, False
+        self._counts: queue.Queue[int | None] = queue.Queue()
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self.ids += value.flatten().tolist()
+            self._counts.put(len(self.ids))
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
+
+    def finished(self) -> None:
+        self._counts.put(None)
+
+    def stops(self, ids_1S: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """A stopping criterion."""
+        return torch.full((1,), self._stop.is_set(), device=ids_1S.device)
+
+    def __iter__(self) -> Iterator[int]:
+        while (count := self._counts.get()) is not None:
+            if count > 1:
+                yield self.ids[count - 2]
+
+
+class _Pieces:
+    """The text of tokens, one by one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.tokens: list[str] = []
+        self._shown = 0
+
+    def add(self, token: int) -> str:
+        """The text that a token adds; nothing where a character's bytes are not complete yet."""
+        self.ids.append(token)
+        self.tokens.append(self._text().rstrip("\ufffd")[self._shown :])
+        self._shown += len(self.tokens[-1])
+        return self.tokens[-1]
+
+    def end(self) -> str:
+        """What is left: a character that stays incomplete."""
+        rest = self._text()[self._shown :] if self.ids else ""
+        if rest:
+            self.tokens[-1] += rest
+        return rest
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

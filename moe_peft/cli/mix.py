@@ -11,6 +11,7 @@ from ..combine.held_out import HeldOut
 from ..combine.mix import MixSettings, labels_of, mix
 from ..native.export import adapted_moe
 from ..native.folders import MoELoraFolder, open_folder
+from ..serving.vllm import check_served
 from ..utils.messages import InputError
 from .settings import SettingsParser
 
@@ -83,10 +84,11 @@ def destinations(settings: MixSettings) -> list[str]:
     linears = {len(A_NRI) for key, A_NRI in folder.tensors.items() if key.endswith(".moe_lora_A.weight")}
     if linears == {1} and not settings.attention:
         lines.append("attention is the mean of the adapters: try --attention route, too, if you need no export")
-    if linears:
-        lines.append("vLLM: only as an export, since it serves experts on FFNs alone")
-    else:
-        lines.append(f"vLLM, if the base is a Llama, Mistral or Qwen: vllm serve {output}")
+    try:
+        check_served(folder)
+        lines.append(f"vLLM: vllm serve {output}")
+    except InputError as error:
+        lines.append(f"not vLLM: {error}")
     try:
         adapted_moe(folder)
     except InputError as error:

@@ -67,18 +67,13 @@ def find_moe_lora(model: str) -> MoELoraFolder | None:
 def use_base(engine: Any, adapter: MoELoraFolder) -> None:
     """Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter."""
     adapter.remedy = "set it in the adapter's config"
-    (architecture,) = adapter.base.config.architectures or [None]
-    if architecture not in ARCHITECTURES:
-        raise InputError(
-            f"{adapter}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
-            "it with `moe-peft export`"
-        )
     check_served(adapter, engine.tensor_parallel_size, engine.pipeline_parallel_size)
+    (architecture,) = adapter.base.config.architectures
     if not isinstance(engine.hf_overrides, dict):
         raise InputError("hf_overrides: a function; with an adapter's folder as the model, give a dictionary")
     engine.hf_overrides = {
         **engine.hf_overrides,
-        "architectures": [PREFIX + architecture],
+        "architectures": [f"{PREFIX}{architecture}"],
         ADAPTER_FIELD: os.path.abspath(adapter.path),
     }
     if engine.tokenizer is None and adapter.has_tokenizer:
@@ -101,7 +96,7 @@ def _tokenizer_folder(adapter: MoELoraFolder) -> str:
     return str(folder)
 
 
-def check_served(adapter: MoELoraFolder, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
     """
     Raises:
         ValueError: the adapter's tensors do not fit its config and base, or vLLM cannot compute what it does.
@@ -109,6 +104,12 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int, pipeline_par
     from ..adapter.config import ALL_ROWS
     from ..adapter.layers import MoELoraFFN, MoELoraLayer
 
+    (architecture,) = adapter.base.config.architectures or [None]
+    if architecture not in ARCHITECTURES:
+        raise InputError(
+            f"{adapter}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
+            "it with `moe-peft export`"
+        )
     adapter.check_tensors()
     if pipeline_parallel_size > 1:
         raise InputError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")

@@ -34,17 +34,19 @@ class AdapterGeneration(vllm_generation.VLLMGeneration):
 
     model: Any
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         if any(config.trainable_token_indices for config in model.peft_config.values()):
             raise InputError(
                 "use_vllm=True: trainable_token_indices: vLLM is not sent single rows; leave one of them out"
             )
+        if getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) == 1:
+            raise InputError("use_vllm=True: FSDP version 1 hides an adapter's tensors; set fsdp_version: 2")
         with tempfile.TemporaryDirectory() as folder:
             with gathered(model.parameters()):
                 model.save_pretrained(folder)
             model.name_or_path = folder  # what TRL gives vLLM; a PEFT model has its base's otherwise
             try:
-                super().__init__(model, *args, **kwargs)
+                super().__init__(model, accelerator, *args, **kwargs)
             finally:
                 del model.name_or_path
 

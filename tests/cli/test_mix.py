@@ -52,7 +52,7 @@ def test_without_data_it_says_so_and_where_the_mixture_cannot_go(case, tmp_path,
     main(command(case, tmp_path / "out", attention="route", **options))
     printed = capsys.readouterr().out
     assert "not evaluated: give --data" in printed
-    assert "vLLM: only as an export" in printed and "no export to a native MoE or GGUF: " in printed
+    assert "vLLM: vllm serve" in printed and "no export to a native MoE or GGUF: " in printed
     main(command(case, tmp_path / "mean", **options))
     assert "no export to a native MoE or GGUF: router_type='arrow'" in capsys.readouterr().out
 

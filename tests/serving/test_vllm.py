@@ -26,7 +26,9 @@ if importlib.util.find_spec("vllm") is None:
 from openai import OpenAI
 from vllm import SamplingParams
 
+from benchmarks.tracing import Trace
 from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.serving.vllm_layers import MoELoraLinears
 from tests.helpers.vllm_case import KINDS, NEW, PROMPTS, SIZE, distributions, engine, expected
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -101,6 +103,23 @@ def test_two_processes_of_tensor_parallelism_compute_the_same(tmp_path, case):
     overrides = {"architectures": ["MoELoraMistralForCausalLM"], "moe_lora_adapter": str(tmp_path / "adapter")}
     llm = engine(name, hf_overrides=overrides, tensor_parallel_size=2)
     assert_equal(distributions(llm), [expected(model, ids) for ids in PROMPTS], rounding=4e-5)
+
+
+def test_experts_of_linears_wait_for_nothing_at_any_number_of_tokens(tmp_path):
+    """Shapes that values decide, or waits for the device, would keep CUDA graphs from being captured."""
+    base = dense_model("llama", **SIZE, **KINDS["llama"])
+    adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"), **CASES["llama-attention"])
+    llm = engine(tmp_path / "adapter")
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    routed = [module.to("meta") for module in model.modules() if isinstance(module, MoELoraLinears)]
+    assert len(routed) == 4
+    for linears in routed:
+        d = next(iter(linears.hosts[0].moe_lora_A.values())).shape[-1]
+        for tokens in (1, 8, 40, 300):
+            y, x = (torch.empty(tokens, width, device="meta") for width in (sum(linears.widths), d))
+            with Trace() as seen:
+                linears.add_to(y, x)
+            assert seen.operations and not seen.waits
 
 
 TEXTS = [
@@ -201,7 +220,10 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"router_type": "hash", "router_aux_loss_coef": 0.0}, "router_type='hash': vLLM's FFNs do not see token ids"),
+        (
+            {"router_type": "hash", "router_aux_loss_coef": 0.0},
+            "router_type='hash': vLLM's layers do not see token ids",
+        ),
         ({"target_modules": ["lm_head"]}, "lm_head has experts, and vLLM serves those on FFNs and on linears of FFNs"),
         (
             {"modules_to_save": ["embed_tokens"], "tied": True},

@@ -12,10 +12,11 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
-from trl import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
+from trl import DPOConfig, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
 
 from compatibility import trainers as table
 from moe_peft import MoEDPOTrainer, MoELoraConfig, MoESFTTrainer, RouterLossesMixin
+from moe_peft.training.rollouts import rollouts_of_adapters
 from tests.helpers.models import tiny_llama
 from tests.helpers.trainers import MoEKTOTrainer, arguments, preferences
 from tests.helpers.upit_case import rows
@@ -233,20 +234,11 @@ def test_a_trainer_without_compute_loss_is_refused(tokenizer, tmp_path):
         stock_reward(tmp_path, tokenizer, MoEOwnStep).train()
 
 
-def test_vllm_is_refused_with_an_adapter(tokenizer, tmp_path):
-    """It is refused before vLLM starts: TRL would merge the adapter to give it the weights."""
+def test_trainers_that_would_merge_an_adapter_for_vllm_refuse():
+    class Trainer: ...
 
-    class Trainer(RouterLossesMixin, GRPOTrainer): ...
-
-    def reward(completions, **columns):
-        return [0.0 for _ in completions]
-
-    args = arguments(tmp_path, GRPOConfig, use_vllm=True, num_generations=4)
-    own = {"args": args, "train_dataset": Dataset.from_list([{"prompt": "w3"}] * 4), "processing_class": tokenizer}
-    config = MoELoraConfig(task_type="CAUSAL_LM")
-    for given in ({"model": adapt(tiny_llama())}, {"model": tiny_llama(), "peft_config": config}):
-        with pytest.raises(ValueError, match=r"^use_vllm=True: .*cannot be merged; leave it out$"):
-            Trainer(reward_funcs=reward, **own, **given)
+    with pytest.raises(ValueError, match=r"^use_vllm=True: Trainer merges an adapter .*; leave it out$"):
+        rollouts_of_adapters(Trainer).__enter__()
 
 
 def test_orpo_logs_what_the_mixin_adds(tokenizer, tmp_path):

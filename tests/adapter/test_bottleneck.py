@@ -304,7 +304,7 @@ def test_sft_trainer_trains_saves_and_loads_it(tokenizer, tmp_path):
 def test_lora_on_all_linears_beside_bottlenecks_as_in_the_paper(tmp_path):
     """PESC trains LoRAs on attention and FFN as well: two adapters, the LoRA first, both active."""
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = MoELoraConfig(num_experts=1, top_k=1, r=4, target_modules=targets, task_type="CAUSAL_LM")
+    config = MoELoraConfig(num_experts=1, top_k=1, r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
     torch.manual_seed(1)
     model = get_peft_model(tiny_llama(), config, adapter_name="dense")
     model.add_adapter("pesc", MoELoraConfig(num_experts=4, task_type="CAUSAL_LM", **BOTTLENECK))

@@ -644,7 +644,7 @@ def exact_logits(layer: MoELoraFFN, x: torch.Tensor) -> torch.Tensor:
 @mixings
 @pytest.mark.parametrize("kind", ["gated_bias", "fused"])
 def test_bfloat16_base_with_float32_experts_is_close_to_float64(kind, mixing, k, tokens):
-    layer = ffn_layer(kind, mixing=mixing, top_k=k, r=8)
+    layer = ffn_layer(kind, mixing=mixing, top_k=k, r=8, lora_alpha=16)
     layer.base_layer.to(torch.bfloat16)
     logits = router_outputs(layer)
     x, d_output = tensors(tokens, dtype=torch.bfloat16)

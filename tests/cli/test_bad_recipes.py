@@ -51,7 +51,7 @@ MAY = {
     "evaluate.limit": [None, 0.5, 10**9, 10**30], "evaluate.apply_chat_template": [*FLAGS, *TEXTS],
     "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "evaluate": MAPS, "model": [], "data": [],
     "adapter.r": [10**9, 10**30], "adapter.top_k": [], "adapter.lora_dropout": [0, 0.5], "adapter.router_type": [],
-    "adapter.lora_alpha": [0.5, 1.5, 10**9, 10**30], "adapter.mixing": [], "adapter.use_rslora": FLAGS,
+    "adapter.lora_alpha": [None, 0.5, 1.5, 10**9, 10**30], "adapter.mixing": [], "adapter.use_rslora": FLAGS,
     "adapter.normalize_top_k": FLAGS, "adapter.router_aux_loss_coef": [0, 0.5, 1.5, 10**9, 10**30],
     "sft.learning_rate": [0, 0.5, 1.5, 10**9, 10**30], "sft.per_device_train_batch_size": [10**9, 10**30],
     "sft.gradient_accumulation_steps": [10**9, 10**30], "sft.max_length": [None, 10**9, 10**30],

@@ -988,7 +988,8 @@ def test_an_alpha_that_is_left_out_is_twice_the_active_rank(use_rslora, tmp_path
     """As gates sum to 1, the sum of updates is then scaled as that of a LoRA with an alpha of twice its rank."""
     config = MoELoraConfig(
         use_rslora=use_rslora, top_k=3, num_experts_pattern={"q_proj": 1}, top_k_pattern={"k_proj": 2},
-        rank_pattern={"k_proj": 4}, alpha_pattern={"v_proj": 5}, init_lora_weights=False, target_modules=["mlp", "q_proj", "k_proj", "v_proj"],
+        rank_pattern={"k_proj": 4}, alpha_pattern={"v_proj": 5}, init_lora_weights=False,
+        target_modules=["mlp", "q_proj", "k_proj", "v_proj"],
     )  # fmt: skip
     assert [config.expert_spec(name).scaling for name in ("mlp", "q_proj", "k_proj")] == pytest.approx([6, 2, 4])
     assert config.expert_spec("v_proj").lora_alpha == 5 and config.lora_alpha is None

@@ -49,6 +49,10 @@ class RunOptions:
         default=None,
         metadata={"help": "Train one stage after the other: routers, rest, joint. In YAML also stage → its settings."},
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={"help": "Stop after so many evaluations that were not better, with load_best_model_at_end."},
+    )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
     time: bool = field(default=False, metadata={"help": "With dry_run: train a few steps, and plan the time by them."})
     processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
@@ -100,6 +104,7 @@ class Options:
         data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
         adapter: fields of `MoELoraConfig`.
         run: the command's own.
+        has_rate: whether the user said a learning rate.
     """
 
     data: ScriptArguments
@@ -107,6 +112,7 @@ class Options:
     model: ModelConfig
     adapter: dict[str, Any]
     run: RunOptions
+    has_rate: bool
 
     @cached_property
     def base(self) -> Base:
@@ -214,7 +220,8 @@ class TrainingParser(GroupedParser, TrlParser):
             ValueError: no such file, an unknown key or flag, or a wrong value.
         """
         file = self.parse_known_args(arguments)[0].config
-        self.set_defaults_with_config(**({} if file is None else self._read(file)))
+        settings = {} if file is None else self._read(file)
+        self.set_defaults_with_config(**settings)
         options, unknown = self.parse_known_args(arguments)
         for flag in unknown:
             raise InputError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
@@ -238,7 +245,9 @@ class TrainingParser(GroupedParser, TrlParser):
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         with refused_settings():
             model = ModelConfig(**vars(model))
-        return Options(data, training, model, vars(adapter), run)
+        names = {self._spelled(argument).partition("=")[0] for argument in arguments}
+        has_rate = "learning_rate" in settings or "--learning_rate" in names
+        return Options(data, training, model, vars(adapter), run, has_rate)
 
     def _read(self, path: str) -> dict[str, Any]:
         """The settings of a YAML file."""

@@ -26,6 +26,18 @@ class GroupedParser(argparse.ArgumentParser):
         self.groups = groups
         super().__init__(*args, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Flags may have dashes or underscores."""
+        return super().parse_known_args(args if args is None else [*map(self._spelled, args)], namespace)
+
+    def _spelled(self, argument: str) -> str:
+        name, sign, value = argument.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return argument
+        spellings = (f"--{name[2:].replace(*pair)}" for pair in (("-", "_"), ("_", "-")))
+        known = next((spelling for spelling in spellings if spelling in self._option_string_actions), name)
+        return f"{known}{sign}{value}"
+
     def add_argument(self, *flags: Any, **kwargs: Any) -> argparse.Action:
         name = kwargs.get("dest") or flags[-1].lstrip("-").replace("-", "_")
         title = next((title for title, names in self.groups.items() if name in names), None)

@@ -21,4 +21,5 @@ def parser(prog: str) -> TrainingParser:
 
 
 def run(options: Options) -> None:
-    train_or_plan(options, MoESFTTrainer)
+    # TRL's rate is for all weights; adapters learn at ten times as much.
+    train_or_plan(options, MoESFTTrainer, adapter_rate=2e-4)

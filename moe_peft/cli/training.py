@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model
-from transformers import set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from ..adapter.config import MoELoraConfig
 from ..models.layer import native_layers, routed_layers
@@ -20,6 +21,7 @@ from ..training.checkpointing import numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import Measured, measured_steps, memory_line, planned_launch, print_estimates
 from ..training.preflight import preflight
+from ..training.progress import show_progress
 from ..training.resuming import resumes, save_full_weights, train
 from ..training.router_config import loss_coefficients
 from ..training.trainable import on_quantized
@@ -41,17 +43,27 @@ from ..utils.validation import prefixed
 from .arguments import AdapterOptions, Options, training_stages
 
 
-def train_or_plan(options: Options, trainer_class: Any) -> None:
+def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | None = None) -> None:
     """
     Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if that is asked for.
+
+    Args:
+        adapter_rate: the learning rate of an adapter, if the user says none; None: the trainer's.
     """
     run = options.run
     launch = planned_launch(run.processes, run.strategy, run.dry_run, run.time)
-    base, stages, output_dir = options.base, training_stages(options), str(options.training.output_dir)
-    tokenizer = options.tokenizer
+    base, output_dir, tokenizer = options.base, str(options.training.output_dir), options.tokenizer
 
     # Find what is wrong before weights are loaded.
+    training_stages(options)
     model, config = _empty_model(options)
+    if config is not None and adapter_rate is not None and not options.has_rate:
+        options.training.learning_rate = adapter_rate
+    stages = training_stages(options)
+    rates = {f"{path}: " * bool(path) + f"learning_rate={args.learning_rate:g}" for path, args in stages.items()}
+    _say(f"{', '.join(sorted(rates))}{'' if options.has_rate else ', the default; --learning_rate sets another'}")
+    for section, args in stages.items():
+        _check_early_stopping(options.run.early_stopping_patience, args, f"{section}." if section else "")
     for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in stages.values()):
         change = config and changed_embeddings(path, "chat_template_path", tokenizer, base.config)
         if change:
@@ -126,7 +138,10 @@ def _train(
                     model=model, args=args, train_dataset=data, eval_dataset=eval_data,
                     processing_class=options.tokenizer, peft_config=config,
                 )  # fmt: skip
+            show_progress(trainer)
             trainer.earlier_training = facts
+            if (patience := options.run.early_stopping_patience) is not None:
+                trainer.add_callback(EarlyStoppingCallback(patience))
             train(trainer, keep=None, **start)
         facts = trainer.training_facts()
         model, config = trainer.model, None
@@ -136,7 +151,43 @@ def _train(
         trainer.push_to_hub(dataset_name=options.data.dataset_name)
     if trainer.is_world_process_zero():
         write_model_card(folder, datasets=[str(options.data.dataset_name)])
-    trainer.accelerator.print(f"result: {folder}")
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))  # with the whole log
+    trainer.accelerator.print(f"result: {folder}{_which_step(trainer)}")
+    nexts = ["moe-peft inspect --model {0} --data …", "moe-peft chat --model {0}", "vllm serve {0}"]
+    if isinstance(trainer.model, PeftModel):
+        nexts.append("moe-peft export --adapter {0} --output {0}-moe")
+    trainer.accelerator.print(f"next: {'; '.join(nexts).format(folder)}")
+
+
+def _say(text: str) -> None:
+    if PartialState().is_main_process:
+        print(text, flush=True)
+
+
+def _check_early_stopping(patience: int | None, args: Any, section: str) -> None:
+    """
+    Raises:
+        ValueError: nothing is evaluated that a training could be stopped by, or its best step would not be the result.
+    """
+    if patience is None:
+        return
+    field = f"early_stopping_patience={patience!r}"
+    if isinstance(patience, bool) or patience < 1:
+        raise InputError(f"{field}: must be a whole number from 1")
+    if args.eval_strategy == "no" or not args.load_best_model_at_end:
+        raise InputError(
+            f"{field}: set {section}eval_strategy=steps, eval_steps and load_best_model_at_end=true, so that there is "
+            "something to compare and the best step is the result"
+        )
+
+
+def _which_step(trainer: Any) -> str:
+    """Which step's weights the result has, if it is not the last one's."""
+    best = trainer.state.best_model_checkpoint
+    if best is None or not trainer.args.load_best_model_at_end:
+        return ""
+    step, metric = Path(best).name.rpartition("-")[2], trainer.args.metric_for_best_model
+    return f" (step {step} of {trainer.state.global_step}: the best {metric}, {trainer.state.best_metric:.4g})"
 
 
 @contextmanager

@@ -17,6 +17,10 @@ from transformers.training_args import TrainingArguments
 logger = logging.getLogger(__name__)
 
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
+# What a bar shows of a log, and what it calls it.
+_SHOWN = {
+    "loss": "loss", "eval_loss": "eval loss", "learning_rate": "rate", "aux_loss": "balancing", "load_cv": "load cv"
+}  # fmt: skip
 _SECONDS_PER_LINE = 30.0
 
 
@@ -33,8 +37,8 @@ def show_progress(trainer: Trainer) -> None:
 
 class StageProgress(TrainerCallback):
     """
-    A bar with the training's name (`run_name` of the arguments), steps, latest losses and the time left. Where standard
-    error is not a terminal, the bar is a line of text, written at the end and every half minute at most.
+    A bar with the training's name (`run_name` of the arguments), steps, latest losses, rate, load and the time left.
+    Where standard error is not a terminal, the bar is a line of text, written at the end and every half minute at most.
 
     The logged values go to this module's logger, one line for each record: at level DEBUG beside a bar, at level INFO
     where `disable_tqdm` of the arguments asks for none. Only the first of all processes shows anything.
@@ -72,8 +76,8 @@ class StageProgress(TrainerCallback):
     ) -> None:
         shown = {key: f"{value:.4g}" for key, value in (logs or {}).items() if isinstance(value, (int, float))}
         if self.bar is not None:
-            self.losses.update({key: shown[key] for key in ("loss", "eval_loss") if key in shown})
-            text = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in self.losses.items())
+            self.losses.update({name: shown[key] for key, name in _SHOWN.items() if key in shown})
+            text = ", ".join(f"{name} {value}" for name, value in self.losses.items())
             self.bar.set_postfix_str(text, refresh=False)
         level = logging.INFO if self.bar is None else logging.DEBUG
         if state.is_world_process_zero and logger.isEnabledFor(level):

@@ -242,6 +242,45 @@ def test_evaluation_on_a_split(case, tmp_path):
     assert [record["step"] for record in log if "eval_loss" in record] == [0]
 
 
+def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for split, offset in (("train", 0), ("test", 5)):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(12, offset))))
+    own = {"dataset_name": str(tmp_path / "data"), "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    own |= {
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+        "early_stopping_patience": 2,
+    }  # the first is best
+    own |= {"metric_for_best_model": "loss"}
+    out = run("sft", tmp_path, {**case, **own})
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["global_step"] < 6 and state["best_global_step"] < state["global_step"]
+    step, steps = state["best_global_step"], state["global_step"]
+    printed = capsys.readouterr().out
+    assert f"result: {out} (step {step} of {steps}: the best loss, {state['best_metric']:.4g})\n" in printed
+    assert f"next: moe-peft inspect --model {out} " in printed
+    best = weights(out / f"checkpoint-{step}")
+    assert all(torch.equal(value, best[name]) for name, value in weights(out).items())
+    without = {**case, "early_stopping_patience": 2}
+    line = refused("sft", tmp_path / "data", without, capsys=capsys)
+    assert line.startswith("error: early_stopping_patience=2: set eval_strategy=steps, eval_steps and load_best_model")
+
+
+@pytest.mark.parametrize(("own", "rate"), [({}, 2e-4), ({"learning_rate": 2e-5}, 2e-5)])
+def test_an_adapter_learns_at_the_usual_rate_of_adapters(own, rate, case, tmp_path, capsys):
+    settings = {**{key: value for key, value in case.items() if key != "learning_rate"}, **own, "max_steps": 1}
+    out = run("sft", tmp_path, settings)
+    assert json.loads((out / "trainer_state.json").read_text())["log_history"][0]["learning_rate"] == rate
+    assert capsys.readouterr().out.startswith(f"learning_rate={rate:g}" + ", the default" * (not own))
+
+
+@pytest.mark.parametrize("flag", ["--max-steps", "--max_steps"])
+def test_flags_have_dashes_or_underscores(flag, case, tmp_path):
+    out = run("sft", tmp_path, case, flag, "1")
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 1
+
+
 def test_a_metric_that_no_evaluation_has(case, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     for split, offset in (("train", 0), ("test", 5)):

@@ -22,7 +22,7 @@ from ..utils.messages import InputError
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
 from .base_model import embeddings_name, find_ffns, is_encoder_decoder, layout_of, name_endings
-from .config import MoELoraConfig
+from .config import MoELoraConfig, by_pattern, usual_alpha
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, probe_ffn
 from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features, without_adapters
@@ -147,6 +147,7 @@ class MoELoraModel(BaseTuner):
                 stacklevel=2,
             )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        self._set_alpha(adapter_name)
         for module in model.modules():
             if isinstance(module, TrainableTokensWrapper):
                 module.bias = None  # TRL's fused head reads it
@@ -155,6 +156,25 @@ class MoELoraModel(BaseTuner):
         router_outputs.sync_config(model, self.peft_config)
         if hasattr(model, "add_model_tags"):  # what any trainer's model card gets
             cast(Any, model).add_model_tags(list(TAGS))
+
+    def _set_alpha(self, adapter_name: str) -> None:
+        """Write an alpha that was left out into the config: scalings stay when `top_k` or the experts change later."""
+        config = cast(MoELoraConfig, self.peft_config[adapter_name])
+        if config.lora_alpha is not None or "lora_alpha" in EXPERTS[config.expert_type].unread:
+            return
+        config.lora_alpha = usual_alpha(config.r, config.top_k, config.use_rslora)
+        alphas = {
+            name.replace(".base_layer", ""): layer.moe_lora_spec[adapter_name].lora_alpha
+            for name, layer in self.model.named_modules()
+            if isinstance(layer, MoELoraLayer) and adapter_name in layer.moe_lora_spec
+        }
+        for key in (*config.num_experts_pattern, *config.top_k_pattern, *config.rank_pattern):
+            of_key = {alpha for name, alpha in alphas.items() if by_pattern({key: True}, name, False)}
+            if len(of_key) == 1:
+                config.alpha_pattern.setdefault(key, of_key.pop())
+        for name, alpha in alphas.items():
+            if by_pattern(config.alpha_pattern, name, config.lora_alpha) != alpha:
+                config.alpha_pattern = {name: alpha, **config.alpha_pattern}
 
     def _create_and_replace(
         self,

@@ -17,16 +17,16 @@ class DemoSettings(Settings):
 
     model: Text | None = Field(None, description="another causal LM with a chat template, by name or folder")
     output: Text = Field("demo", title="FOLDER", description="for all that is made")
-    steps: Count = Field(50, description="training steps of 8 rows, for each of the two")
+    steps: Count = Field(80, description="steps of 8 rows of the four LoRAs together")
 
 
 def parser(prog: str) -> SettingsParser:
     return SettingsParser(
         DemoSettings,
         prog,
-        description="See it work in ten minutes on two cores: SmolLM2-135M-Instruct learns four kinds of requests, by "
-        "LoRA and by LoRA experts, and is exported to a native MoE.",
-        epilog="example:\n  moe-peft demo --output demo --steps 50",
+        description="See it work in ten minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct become "
+        "one model, which is trained a little further and exported to a native MoE.",
+        epilog="example:\n  moe-peft demo --output demo --steps 80",
     )
 
 

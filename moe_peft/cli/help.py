@@ -32,11 +32,11 @@ class GroupedParser(argparse.ArgumentParser):
 
     def _spelled(self, argument: str) -> str:
         name, sign, value = argument.partition("=")
-        if not name.startswith("--") or name in self._option_string_actions:
+        flags = {flag for action in self._actions for flag in action.option_strings}
+        if not name.startswith("--") or name in flags:
             return argument
         spellings = (f"--{name[2:].replace(*pair)}" for pair in (("-", "_"), ("_", "-")))
-        known = next((spelling for spelling in spellings if spelling in self._option_string_actions), name)
-        return f"{known}{sign}{value}"
+        return f"{next((spelling for spelling in spellings if spelling in flags), name)}{sign}{value}"
 
     def add_argument(self, *flags: Any, **kwargs: Any) -> argparse.Action:
         name = kwargs.get("dest") or flags[-1].lstrip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""`moe-peft demo`: the same few minutes of training for LoRA and for LoRA experts, before and after, and the export."""
+"""`moe-peft demo`: four LoRAs become one model, beside what else one could do with them, which is then exported."""
 
 from __future__ import annotations
 
@@ -13,74 +13,79 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+)
 from trl import SFTConfig, SFTTrainer
 
-from ..adapter.config import MoELoraConfig
-from ..analysis.figures import method_name, plot_bars, plot_shares
-from ..analysis.html import (
-    Section,
-    load_line,
-    losses_line,
-    losses_section,
-    model_name,
-    shares_section,
-    who_serves_what,
-    write_page,
-)
-from ..models.layer import routed_layers
+from ..adapter.lora_conversion import lora_to_moe
+from ..analysis.figures import plot_bars, plot_shares
+from ..analysis.html import Section, model_name, shares_section, who_serves_what, write_page
+from ..models.gate_init import init_gates
+from ..models.gates import uniform_gates
+from ..models.steering import force_experts
 from ..native import export_adapter, export_gguf
+from ..training.preparation import calibration_batches
 from ..upit.evaluate import evaluate
+from ..upit.lora_experts import ffn_projections
 from ..utils.io import output_folder, remove
 from ..utils.messages import InputError
 from .smollm2 import NAME, smollm2_folder
 from .tasks import TASKS, make_rows, write_rows
 
 _TRAIN, _TEST = 300, 20  # rows of each domain
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "r": 8}
+_ASKED = 10  # of the held-out ones
+_CALIBRATION = 24  # rows of each domain that set the gates
+_RANK = 8
 _TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "learning_rate": 1e-3,
     "gradient_checkpointing": False,  # of a small model it costs a third of the time and saves little memory
     "bf16": False,
-    "max_length": 256,
     "report_to": "none",
 }
 _LONGEST_ANSWER = 24  # tokens
 Conversation = list[dict[str, str]]
 
 
+# The ways to answer, in the order in which they are shown.
+_WAYS = ("base", "one LoRA for all", "mean of four LoRAs", "each its own LoRA", "mixture", "mixture, trained on")
+
+
 class Result(NamedTuple):
     """
-    What one model does with the held-out rows.
+    What one way to answer does with the held-out rows.
 
     Args:
         answers: to each row.
         exact: domain → how many answers are right, letter by letter.
-        losses: domain → mean loss per token of the answers.
     """
 
     answers: list[str]
     exact: dict[str, int]
-    losses: dict[str, float]
 
 
-def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[str, Result]:
+def run_demo(output: Path, model: str | None = None, steps: int = 80) -> dict[str, Result]:
     """
-    Train LoRA and LoRA experts on four kinds of short requests, compare them with the base, show which experts serve
-    what, and export the experts to a native MoE, with everything printed and kept in `output`.
+    Train a LoRA for each of four kinds of short requests, make one mixture of them, train that a little further,
+    compare it with what else one could do, and export it, with everything printed and kept in `output`.
 
     Args:
         output: a new folder, or that of an earlier demo.
         model: a causal LM with a chat template, by name or folder; None: SmolLM2-135M-Instruct.
-        steps: of 8 rows, for each of the two.
+        steps: of 8 rows, of the four LoRAs together, and of one LoRA for all; the mixture gets a quarter more.
 
     Returns:
-        "base", "LoRA" and "experts" → what they do.
+        way to answer → what it does.
     """
     console, began = Console(markup=False, emoji=False, highlight=False, soft_wrap=True), time.monotonic()
     with output_folder(output, "--output", lambda folder: (folder / "demo.yaml").is_file()) as folder:
@@ -88,72 +93,82 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
         tokenizer = AutoTokenizer.from_pretrained(base)
         if tokenizer.chat_template is None:
             raise InputError(f"--model {model}: its tokenizer has no chat template; name a chat model")
-        _write_files(folder, base, steps)
+        _write_files(folder, base)
         train, test = (Dataset.from_list(rows) for rows in make_rows(_TRAIN, _TEST))
-        console.print(f"{model or NAME} learns four kinds of requests: {', '.join(TASKS)}.\n\n1. Before:")
-        shown = [test["domain"].index(domain) for domain in TASKS]
-        untrained = _load(base)
-        answers = {"base": _generate(untrained, test["prompt"], tokenizer)}
+        test = test.select([row for task in TASKS for row in _of(test, task)[:_ASKED]])
+        shown, answers = [test["domain"].index(domain) for domain in TASKS], {}
+
+        console.print(f"{model or NAME} and four kinds of requests: {', '.join(TASKS)}.\n\n1. Before:")
+        answers["base"] = _generate(_load(base), test["prompt"], tokenizer)
         console.print(_answer_table(test, shown, answers))
 
+        each, more = max(steps // len(TASKS), 1), max(steps // 4, 1)
         console.print(
-            f"\n2. Training, {steps} steps of 8 rows: a LoRA of rank 16; and 4 LoRA experts of rank 8, of which each "
-            "token takes 2."
+            f"\n2. A LoRA of rank {_RANK} for each kind, as anyone has them: {each} steps of 8 rows. For comparison, "
+            f"one LoRA of rank {2 * _RANK} for all, {each * len(TASKS)} steps."
         )
-        experts = MoELoraConfig(**_EXPERTS, task_type="CAUSAL_LM")
-        layer: Any = routed_layers(get_peft_model(untrained, experts))[0].module
-        # On the same projections, with as many parameters as are active for each token.
-        lora = LoraConfig(
-            r=16, lora_alpha=32, target_modules=sorted(layer.moe_lora_A["default"]), task_type="CAUSAL_LM"
-        )
-        losses = {}
-        with tqdm(total=2 * steps, unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
-            for name, config in {"LoRA": lora, "experts": experts}.items():
-                trained = _train(base, config, train, tokenizer, folder / name.lower(), steps, _OneBar(bar, name))
-                answers[name] = _generate(trained.eval(), test["prompt"], tokenizer)
-                args = SFTConfig(per_device_eval_batch_size=16, **_TRAINING)
-                evaluation = evaluate(trained, test, args, tokenizer, "domain")
-                losses[name] = evaluation.losses["adapted"]
+        with tqdm(total=2 * each * len(TASKS) + more, unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
+            trainer = _Trainer(base, tokenizer, folder, bar)
+            for task in TASKS:
+                trainer.train(task, _lora(base, _RANK), train.select(_of(train, task)), each)
+            one = trainer.train("one LoRA", _lora(base, 2 * _RANK), train, each * len(TASKS))
+            answers["one LoRA for all"] = _generate(one, test["prompt"], tokenizer)
 
-        console.print("\n3. After:")
+            console.print("\n3. One model of the four: `moe-peft mix`, without training.")
+            mixed = time.monotonic()
+            mixture = _mix(base, folder, train, tokenizer)
+            console.print(f"   {time.monotonic() - mixed:.0f} seconds. For each token, a router picks its LoRA.")
+            with uniform_gates(mixture, "projection"):
+                answers["mean of four LoRAs"] = _generate(mixture, test["prompt"], tokenizer)
+            answers["each its own LoRA"] = [""] * len(test)
+            for expert, task in enumerate(TASKS):
+                with force_experts(mixture, expert):
+                    found = _generate(mixture, test.select(_of(test, task))["prompt"], tokenizer)
+                for row, answer in zip(_of(test, task), found, strict=True):
+                    answers["each its own LoRA"][row] = answer
+            answers["mixture"] = _generate(mixture, test["prompt"], tokenizer)
+            shares = _shares(mixture, test, tokenizer)
+            answers["mixture, trained on"] = _generate(
+                trainer.train("trained", mixture, train, more), test["prompt"], tokenizer
+            )
+
+        console.print(f"\n4. The same requests, also after {more} further steps of the mixture on all kinds:")
+        results = {way: Result(answers[way], _exact(test, answers[way])) for way in _WAYS}
         console.print(_answer_table(test, shown, answers))
-        results = {
-            name: Result(texts, _exact(test, texts), {"base": evaluation.losses["base"], **losses}[name])
-            for name, texts in answers.items()
-        }
         console.print(_score_table(results))
-        shares = {domain: evaluation.shares[domain] for domain in TASKS}
-        console.print(f"4. Who serves what? {who_serves_what(shares)}")
-        page = _write_page(folder, model_name(model or NAME), results, shares, evaluation.health)
+
+        console.print(f"5. Where do tokens go in the mixture? {who_serves_what(shares, [*TASKS])}")
+        page = _write_page(folder, model_name(model or NAME), results, shares)
         console.print(f"   With pictures: {page}")
 
-        console.print(f"\n5. {_exported(folder, base, test, shown, results['experts'], tokenizer)}")
+        console.print(f"\n6. {_exported(folder, base, test, shown, results['mixture, trained on'], tokenizer)}")
         console.print(
-            f"\n6. Now yours: edit {folder / 'demo.yaml'} (your model, your data), and run\n"
-            f"   moe-peft sft --config {folder / 'demo.yaml'}\n"
+            f"\n7. Now yours. Talk with it, and see which LoRA serves a token:\n"
+            f"   moe-peft chat --model {folder / 'mixture'}\n"
+            f"   Your own adapters: edit {folder / 'demo.yaml'}, and run\n"
+            f"   moe-peft mix --config {folder / 'demo.yaml'}\n"
             f"That took {(time.monotonic() - began) / 60:.0f} minutes."
         )
     return results
 
 
-def _write_files(folder: Path, base: str, steps: int) -> None:
-    """The data, a link to a base that is a folder, and a YAML file of the experts' training."""
+def _write_files(folder: Path, base: str) -> None:
+    """The data, a link to a base that is a folder, and a YAML file of the mixture."""
     write_rows(folder, _TRAIN, _TEST)
     link = folder / "base"
     link.unlink(missing_ok=True)
     if os.path.isdir(base):
         link.symlink_to(os.path.abspath(base), target_is_directory=True)
     settings = {
-        "model_name_or_path": str(link) if link.exists() else base,
-        "dataset_name": str(folder / "train.jsonl"),
-        "output_dir": str(folder / "yours"),
-        "max_steps": steps,
-        **_EXPERTS,
-        **_TRAINING,
+        "adapters": [str(folder / task) for task in TASKS],
+        "data": [str(folder / "train.jsonl")],
+        "label_column": "domain",
+        "base": str(link) if link.exists() else base,
+        "output": str(folder / "yours"),
     }
     text = yaml.safe_dump(settings, sort_keys=False)
     (folder / "demo.yaml").write_text(
-        f"# LoRA experts, trained by: moe-peft sft --config {folder / 'demo.yaml'}\n{text}"
+        f"# One model of four LoRAs: moe-peft mix --config {folder / 'demo.yaml'}\n{text}"
     )
 
 
@@ -176,29 +191,69 @@ class _OneBar(TrainerCallback):
             self.bar.set_description(f"{self.name}, loss {logs['loss']:.2f}")
 
 
-def _train(
-    base: str,
-    config: PeftConfig,
-    train: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    steps: int,
-    callback: TrainerCallback,
-) -> Any:
-    # The rows are short, so they need no truncation, and without padding take a sixth less time.
-    options = {**_TRAINING, "max_length": None, "padding_free": True}
-    args = SFTConfig(
-        str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0, **options
+class _Trainer(NamedTuple):
+    """Trains adapters one after the other, by TRL's trainer."""
+
+    base: str
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    bar: Any
+
+    def train(self, name: str, adapter: Any, rows: Dataset, steps: int) -> Any:
+        """
+        Train a new adapter of the base, or the model that is given, and save it in a folder of its name.
+
+        Args:
+            adapter: a config, or a model with an adapter.
+        """
+        folder = self.folder / name.replace(" ", "-")
+        # The rows are short, so they need no truncation, and without padding take a sixth less time.
+        args = SFTConfig(
+            str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0,
+            max_length=None, padding_free=True, **_TRAINING,
+        )  # fmt: skip
+        is_new = isinstance(adapter, PeftConfig)
+        trainer = SFTTrainer(
+            model=_load(self.base) if is_new else adapter.train(), args=args,
+            train_dataset=rows.remove_columns("domain"),
+            processing_class=self.tokenizer, peft_config=adapter if is_new else None,
+            callbacks=[_OneBar(self.bar, name)],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.save_model()
+        self.tokenizer.save_pretrained(folder)
+        return trainer.model.eval()
+
+
+def _of(rows: Dataset, task: str) -> list[int]:
+    return [i for i, domain in enumerate(rows["domain"]) if domain == task]
+
+
+def _lora(base: str, rank: int) -> LoraConfig:
+    """On the projections of FFNs, so that experts are FFNs and a mixture can be exported."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ffn_projections(empty, None), task_type="CAUSAL_LM")
+
+
+def _mix(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The mixture of the four LoRAs, with gates by ridge regression, as `moe-peft mix` makes it."""
+    mixture = lora_to_moe(
+        _load(base), [folder / task for task in TASKS], top_k=1, task_type="CAUSAL_LM", expert_names=[*TASKS]
     )
-    trainer = SFTTrainer(
-        model=_load(base), args=args, train_dataset=train.remove_columns("domain"), processing_class=tokenizer,
-        peft_config=config, callbacks=[callback],
-    )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    trainer.save_model()
-    tokenizer.save_pretrained(folder)
-    return trainer.model
+    rows = [row for task in TASKS for row in _of(train, task)[:_CALIBRATION]]
+    texts = train.select(rows).map(lambda row: {"expert": [*TASKS].index(row["domain"])})
+    init_gates(mixture, "ridge", calibration_batches(texts, tokenizer, columns=["expert"]))
+    mixture.save_pretrained(folder / "mixture")
+    tokenizer.save_pretrained(folder / "mixture")
+    return mixture.eval()
+
+
+def _shares(mixture: Any, test: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
+    """Domain → the share of its tokens that each expert of each layer serves, [L, n]."""
+    shares = evaluate(mixture, test, SFTConfig(per_device_eval_batch_size=16, **_TRAINING), tokenizer, "domain").shares
+    return {task: shares[task] for task in TASKS}
 
 
 def _exact(test: Dataset, answers: Sequence[str]) -> dict[str, int]:
@@ -226,44 +281,39 @@ def _generate(model: Any, prompts: Sequence[Conversation], tokenizer: PreTrained
 
 
 def _answer_table(test: Dataset, rows: Sequence[int], answers: Mapping[str, Sequence[str]]) -> Table:
-    """Some requests beside the right answers and the models'."""
-    table = Table("request", "right", *answers, show_lines=True)
-    for row in rows:
-        texts = [of_model[row].splitlines() for of_model in answers.values()]
-        first = [lines[0] + (" …" if len(lines) > 1 else "") if lines else "(nothing)" for lines in texts]
-        table.add_row(test[row]["prompt"][0]["content"], test[row]["completion"][0]["content"], *first)
+    """A request of each kind: the right answer, and that of each way."""
+    table = Table(Column(no_wrap=True), *(test[row]["prompt"][0]["content"] for row in rows), show_lines=True)
+    table.add_row("right", *(test[row]["completion"][0]["content"] for row in rows))
+    for way in (way for way in _WAYS if way in answers):
+        lines = [answers[way][row].splitlines() or ["(nothing)"] for row in rows]
+        table.add_row(way, *(first + (" …" if others else "") for first, *others in lines))
     return table
 
 
 def _score_table(results: Mapping[str, Result]) -> Table:
-    columns = [f"{name} {measure}" for measure in ("right", "loss") for name in results]
-    table = Table(f"of {_TEST} held-out requests", *columns)
-    for domain in [*TASKS, "mean"]:
-        right = [
-            f"{sum(result.exact.values()) / len(TASKS):.1f}" if domain == "mean" else str(result.exact[domain])
-            for result in results.values()
-        ]
-        table.add_row(domain, *right, *(f"{result.losses[domain]:.3f}" for result in results.values()))
+    table = Table(f"right, of {_ASKED} held-out requests", *TASKS, "mean")
+    for way, result in results.items():
+        mean = f"{sum(result.exact.values()) / len(TASKS):.1f}"
+        table.add_row(way, *(str(result.exact[task]) for task in TASKS), mean)
     return table
 
 
-def _write_page(
-    folder: Path, model: str, results: Mapping[str, Result], shares: Mapping[str, torch.Tensor], health: Any
-) -> Path:
-    """`report.html`, with its pictures: `answers.png`, `losses.png` and `routing.png`."""
-    names = {name: method_name(name) for name in results}
-    exact = {names[name]: result.exact for name, result in results.items()}
-    losses = {names[name]: {d: result.losses[d] for d in [*TASKS, "mean"]} for name, result in results.items()}
-    title = f"{model}: right answers to {_TEST} new requests of each kind"
-    plot_bars(exact, folder / "answers.png", title, "{:.0f}")
-    plot_shares(shares, folder / "routing.png", "Where each domain's tokens go")
+def _write_page(folder: Path, model: str, results: Mapping[str, Result], shares: Mapping[str, torch.Tensor]) -> Path:
+    """`report.html`, with its pictures: `answers.png` and `routing.png`."""
+    title = f"{model}: right answers to {_ASKED} new requests of each kind"
+    plot_bars({way: result.exact for way, result in results.items()}, folder / "answers.png", title, "{:.0f}")
+    own = {task: [expert] for expert, task in enumerate(TASKS)}
+    plot_shares(shares, folder / "routing.png", "Where each kind's tokens go", own)
     sections = [
-        Section("Right answers", [f"To {_TEST} held-out requests of each kind."], figure=folder / "answers.png"),
-        losses_section(losses, folder / "losses.png"),
-        shares_section(shares, folder / "routing.png"),
+        Section("Right answers", [f"To {_ASKED} held-out requests of each kind."], figure=folder / "answers.png"),
+        shares_section(shares, folder / "routing.png", names=[*TASKS]),
     ]
-    lead = [losses_line(losses), load_line(health), who_serves_what(shares)]
-    return write_page(folder / "report.html", f"MoE-LoRA on {model}", lead, sections)
+    mean = {way: sum(result.exact.values()) / len(TASKS) for way, result in results.items()}
+    lead = [
+        f"Right of {_ASKED}: {', '.join(f'{way} {value:.1f}' for way, value in mean.items())}.",
+        who_serves_what(shares, [*TASKS]),
+    ]
+    return write_page(folder / "report.html", f"One model of four LoRAs: {model}", lead, sections)
 
 
 def _exported(
@@ -279,7 +329,7 @@ def _exported(
     remove(folder / "exported")  # of an earlier demo
     remove(gguf)
     try:
-        moe = export_adapter(folder / "experts", folder / "exported", base)
+        moe = export_adapter(folder / "trained", folder / "exported", base)
     except InputError as error:
         return f"Not exported: {error}"
     requests = [test[row]["prompt"] for row in rows]

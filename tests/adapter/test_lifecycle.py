@@ -997,3 +997,9 @@ def test_an_alpha_that_is_left_out_is_twice_the_active_rank(use_rslora, tmp_path
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(tiny_llama(), tmp_path)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    # Later another number of active experts scales as before.
+    saved = MoELoraConfig.from_pretrained(tmp_path)
+    saved.top_k = 1
+    assert saved.expert_spec("mlp").scaling == pytest.approx(6) and saved.alpha_pattern.keys() == {
+        "v_proj", "q_proj", "k_proj"
+    }  # fmt: skip

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from datasets import Dataset
 
 from moe_peft.cli import main
 from moe_peft.demo import run as demo
-from moe_peft.demo.tasks import make_rows
+from moe_peft.demo.tasks import TASKS, make_rows
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.models import tiny_llama
 
@@ -27,7 +26,7 @@ def shown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     save_chat_model(folder / "chat")
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS_", "PYTHONWARN"))}
-    command = [sys.executable, "-m", "moe_peft", "demo", "--steps", "2", "--model", "chat", "--output", "out"]
+    command = [sys.executable, "-m", "moe_peft", "demo", "--steps", "8", "--model", "chat", "--output", "out"]
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**quiet, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
@@ -35,47 +34,59 @@ def shown(tmp_path_factory):
     return folder, done
 
 
-def test_it_goes_from_before_to_yours_in_six_steps(shown):
+def test_it_goes_from_before_to_yours_in_seven_steps(shown):
     folder, done = shown
     text = " ".join(done.stdout.split())
-    places = [text.index(mark) for mark in ("1. Before:", "2. Training", "3. After:", "4. Who serves what? ",
-                                            "5. Exported as a native MoE", "6. Now yours")]  # fmt: skip
+    marks = (
+        "1. Before:", "2. A LoRA of rank 8", "3. One model", "4. The same requests", "5. Where do tokens go",
+        "6. Exported as a native MoE", "7. Now yours",
+    )  # fmt: skip
+    places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
     assert "of the 4 above: 4 in plain transformers" in text and "With pictures: out/report.html" in text
-    for name in ("answers", "losses", "routing"):
+    for way in (
+        "base",
+        "one LoRA for all",
+        "mean of four LoRAs",
+        "each its own LoRA",
+        "mixture",
+        "mixture, trained on",
+    ):
+        assert text.count(way) >= 2
+    for name in ("answers", "routing"):
         assert (folder / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "out" / "report.html").read_text()
-    assert "MoE-LoRA on chat" in page and page.count("<img") == 3
-    assert {"lora", "experts", "exported", "train.jsonl", "test.jsonl", "demo.yaml"} <= set(os.listdir(folder / "out"))
+    assert "One model of four LoRAs: chat" in page and page.count("<img") == 2
+    made = {*TASKS, "one-LoRA", "mixture", "trained", "exported", "train.jsonl", "test.jsonl", "demo.yaml"}
+    assert made <= set(os.listdir(folder / "out"))
+    assert json.loads((folder / "out/mixture/adapter_config.json").read_text())["expert_names"] == [*TASKS]
 
 
 def test_it_prints_its_own_lines_alone(shown):
     everything = shown[1].stdout + shown[1].stderr
     for noise in ("Warning", "warning", "{'", "torchao", "deprecated", "Loading weights", "examples/s"):
         assert noise not in everything
-    assert "4/4" in shown[1].stderr  # one bar for both trainings
+    assert "18/18" in shown[1].stderr  # one bar for all trainings
 
 
-def test_its_yaml_trains(shown, monkeypatch):
+def test_its_yaml_mixes(shown, monkeypatch):
     folder, _ = shown
     monkeypatch.chdir(folder)
-    settings = yaml.safe_load((folder / "out" / "demo.yaml").read_text())
-    assert settings["num_experts"] == 4 and settings["max_steps"] == 2
-    main(["sft", "--config", "out/demo.yaml"])
-    assert json.loads((folder / "out" / "yours" / "adapter_config.json").read_text())["peft_type"] == "MOE_LORA"
+    main(["mix", "--config", "out/demo.yaml"])
+    assert json.loads((folder / "out/yours/adapter_config.json").read_text())["expert_names"] == [*TASKS]
 
 
 def test_it_can_be_run_again_into_its_folder(shown, monkeypatch):
     folder, _ = shown
     monkeypatch.chdir(folder)
-    results = demo.run_demo(Path("out"), "chat", steps=1)
-    assert (folder / "out" / "exported" / "config.json").exists() and list(results) == ["base", "LoRA", "experts"]
+    results = demo.run_demo(Path("out"), "chat", steps=4)
+    assert (folder / "out" / "exported" / "config.json").exists() and list(results) == [*demo._WAYS]
 
 
 def test_exact_answers_are_counted():
-    _, rows = make_rows(2, 20)
+    _, rows = make_rows(2, 10)
     right = [r["completion"][0]["content"] if r["domain"] in ("json", "dates") else "no" for r in rows]
-    assert demo._exact(Dataset.from_list(rows), right) == {"numbers": 0, "dates": 20, "json": 20, "sorting": 0}
+    assert demo._exact(Dataset.from_list(rows), right) == {"numbers": 0, "dates": 10, "json": 10, "sorting": 0}
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path, tokenizer, capsys):

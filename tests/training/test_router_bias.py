@@ -110,7 +110,7 @@ def test_each_step_is_the_sign_of_what_is_missing(checkpointing):
 
 
 def test_it_balances_and_the_balancing_loss_counts_the_biased_choice():
-    model = adapted(router_bias_update_rate=0.01, top_k=1).eval()
+    model = adapted(router_bias_update_rate=0.01, top_k=1, lora_alpha=16).eval()
     with torch.no_grad():
         for router in routers_of(model):
             router.weight.mul_(20)  # uneven

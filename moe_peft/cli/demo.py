@@ -17,7 +17,7 @@ class DemoSettings(Settings):
 
     model: Text | None = Field(None, description="another causal LM with a chat template, by name or folder")
     output: Text = Field("demo", title="FOLDER", description="for all that is made")
-    steps: Count = Field(80, description="steps of 8 rows of the four LoRAs together")
+    steps: Count = Field(48, description="steps of 8 rows of the four LoRAs together")
 
 
 def parser(prog: str) -> SettingsParser:
@@ -26,7 +26,7 @@ def parser(prog: str) -> SettingsParser:
         prog,
         description="See it work in ten minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct become "
         "one model, which is trained a little further and exported to a native MoE.",
-        epilog="example:\n  moe-peft demo --output demo --steps 80",
+        epilog="example:\n  moe-peft demo --output demo --steps 48",
     )
 
 

@@ -74,7 +74,7 @@ class Result(NamedTuple):
     exact: dict[str, int]
 
 
-def run_demo(output: Path, model: str | None = None, steps: int = 80) -> dict[str, Result]:
+def run_demo(output: Path, model: str | None = None, steps: int = 48) -> dict[str, Result]:
     """
     Train a LoRA for each of four kinds of short requests, make one mixture of them, train that a little further,
     compare it with what else one could do, and export it, with everything printed and kept in `output`.

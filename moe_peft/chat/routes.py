@@ -89,10 +89,13 @@ class Routes:
             raise InputError(f"layer {' '.join(words)}: no such router; they are {_first_and_last(self.layers)}")
         return found
 
+    def shares_TN(self, router: int | None) -> torch.Tensor:
+        """Each token's shares, of a router or averaged over all."""
+        return self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
+
     def leading_T(self, router: int | None) -> list[int]:
         """The expert with the largest share of each token, of a router or averaged over all; -1 if it has none."""
-        shares_TN = self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
-        shares_T, experts_T = shares_TN.max(-1)
+        shares_T, experts_T = self.shares_TN(router).max(-1)
         return experts_T.masked_fill(shares_T == 0, -1).tolist()
 
     def shares_N(self, router: int | None = None) -> torch.Tensor:

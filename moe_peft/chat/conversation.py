@@ -58,6 +58,11 @@ class Answer:
     def text(self) -> str:
         return "".join(self.tokens)
 
+    @property
+    def remark(self) -> str:
+        """Why it ended, unless the model ended it."""
+        return {"end": "", "length": f"cut after {len(self.tokens)} tokens", "stopped": "stopped"}[self.ending]
+
     def runs(self, router: int | None) -> list[tuple[str, int]]:
         """
         The text in pieces whose tokens have the same leading expert, of a router or averaged over all (`None`); -1

@@ -127,6 +127,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
 
 
+def router_names(model: Any) -> list[str]:
+    """E.g. "model.layers.0.mlp"."""
+    return [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)]
+
+
 def _first_and_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -153,7 +158,7 @@ class RouteTape:
         if not self._experts:
             return None
         experts_LTK, gates_LTK = (_joined(passes, slice(start, stop)) for passes in (self._experts, self._gates))
-        layers = [layer.path.removeprefix("base_model.model.") for layer in routed_layers(self.model)]
+        layers = router_names(self.model)
         if len(layers) != len(experts_LTK):  # a router ran more than once in a pass
             layers = [f"router.{i}" for i in range(len(experts_LTK))]
         experts = expert_names(self.model) or [str(i) for i in range(self.n)]

@@ -261,7 +261,8 @@ def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int
     try:
         _, url, _ = demo.launch(**launch_settings(), server_name=host, server_port=port)
     except OSError as error:
-        raise InputError(f"--host {host!r}, --port {port}: {error}") from error
+        ports = "7860 to 7959" if port is None else port
+        raise InputError(f"--host {host}, --port {ports}: taken, or not an address of this machine") from error
     print(f"open {url} (Ctrl-C ends)")
     demo.block_thread()
 

@@ -135,8 +135,9 @@ def test_visitors_at_the_same_time_get_the_answers_that_each_would_get_alone(beg
 def test_an_answer_is_stopped_and_one_that_nobody_reads_makes_way(begin):
     page = Page(partial(begin, max_new_tokens=400))
     visit, other = page.visit(), page.visit()
-    seen = page.ask(visit, "hello", "expert", ["law"], MEAN)
+    seen = page.ask(visit, "hello", "base", [], MEAN)
     next(seen), next(seen)
+    assert page.visit().conversation.experts == NAMES  # of whoever comes meanwhile
     page.stop(visit)
     *_, (_, last) = seen
     assert "stopped" in last and 0 < len(visit.conversation.answers[0].tokens) < 400
@@ -175,7 +176,7 @@ def test_what_is_wrong_is_told_and_changes_nothing(begin):
         (["--web"], "install the web extra: pip install 'moe-peft-hf[web]'"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(flags, line, folder, monkeypatch, capsys):
+def test_settings_of_a_page_that_cannot_be_are_one_line(flags, line, folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit) as end:
         main(["chat", "--model", str(folder), *flags])
@@ -346,6 +347,11 @@ def test_on_the_page_an_answer_is_stopped_and_a_closed_tab_frees_the_model(begin
             until(browser, FINISHED)
     finally:
         demo.close()
+
+
+def test_a_port_that_is_taken_is_one_line(url, begin):
+    with pytest.raises(InputError, match=r"--port \d+: taken"):
+        web.serve(Page(begin), "", "", port=int(url.rpartition(":")[2]))
 
 
 def test_the_page_is_for_this_machine_and_has_no_telemetry(url):

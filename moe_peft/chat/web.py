@@ -232,7 +232,12 @@ def blocks(page: Page, title: str, about: str) -> Any:
                 page.sample.experts, value=[], label="Experts", multiselect=True, visible=False, elem_id="experts"
             )
             layer = gr.Dropdown(page.layers, value=DECISIVE, label="Colours of", visible=routed, elem_id="layer")
-        alone = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
+        alone = {
+            "concurrency_id": "model",
+            "concurrency_limit": 1,
+            "show_progress": "minimal",
+            "show_progress_on": question,
+        }
         at_once = {"queue": False, "show_progress": "hidden"}
         steering, html = [visit, question, kind, experts, layer], [earlier, last]
         demo.load(page.visit, None, visit, **at_once)

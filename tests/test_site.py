@@ -5,24 +5,15 @@ what scrolls by itself, every picture shows, the console is empty, and code fits
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER, DRIVER = next(filter(None, map(shutil.which, NAMES)), None), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver"),
-]
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-extensions --disable-software-rasterizer --process-per-site "
-    "--allow-file-access-from-files"
-)
+from tests.helpers.browser import NEEDS_BROWSER, open_browser, resize
+
+pytestmark = [pytest.mark.slow, NEEDS_BROWSER]
 # What a page has of each fault, at the width that the window has.
 FAULTS = """
 const wide = element => element.scrollWidth > element.clientWidth + 1, root = document.documentElement;
@@ -38,23 +29,15 @@ return faults;
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with open_browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 def faults_of(page: Path, browser: Any) -> list[str]:
     """At both widths, and on the console."""
     faults = []
     for width, height in ((1280, 800), (390, 844)):
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 1000}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(browser, width, height)
         if width == 1280:
             browser.get(page.as_uri())
         faults += [f"at {width} pixels: {fault}" for fault in browser.execute_script(FAULTS, width == 1280)]

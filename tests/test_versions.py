@@ -17,9 +17,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
-TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "demo", "cli", "validation.py")
+TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "demo", "chat", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
 DEMO = ("demo",)  # the extra `demo`
+WEB = ("web.py",)  # the extra `web`
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
 PROGRAMS = {"serving": {"vllm"}}  # imported only where the program itself runs, which we do not install
@@ -50,7 +51,14 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 def test_what_a_file_imports_is_declared(path: Path):
     extras = [
         EXTRAS[name]
-        for name, parts in (("train", TRAIN), ("eval", EVAL), ("gguf", GGUF), ("demo", DEMO), ("deepspeed", DEEPSPEED))
+        for name, parts in {
+            "train": TRAIN,
+            "eval": EVAL,
+            "gguf": GGUF,
+            "demo": DEMO,
+            "web": WEB,
+            "deepspeed": DEEPSPEED,
+        }.items()
         if path.parts[1] in parts or path.name in parts
     ]
     allowed = declared(PROJECT["dependencies"], *extras).keys() | PROGRAMS.get(path.parts[1], set())
@@ -71,7 +79,7 @@ def test_what_is_declared_is_imported():
 def test_lowest_versions_are_the_lower_bounds():
     """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
     requirements = declared(
-        PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "eval", "quant", "gguf", "demo", "test"))
+        PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "eval", "quant", "gguf", "demo", "web", "test"))
     )
     bounds = {
         name: next(s.version for s in requirement.specifier if s.operator == ">=")

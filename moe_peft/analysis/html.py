@@ -21,6 +21,7 @@ from ..utils.expert_merging import likeness
 from .figures import DPI, plot_bars
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
+from .texts import MOST_TOKENS, Texts
 from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
@@ -36,13 +37,14 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title }}</title>
 <style>
-:root { color-scheme: light dark; --ink: #222; --soft: #666; --line: #ccc; --head: #f3f3f3; --bad: #8a4b00; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ddd; --soft: #aaa; --line: #444; --head: #2a2a2a; --bad: #f0a860; }
-  body { background: #181818; }
+:root {
+  color-scheme: light dark; --page: #fff; --ink: #222; --soft: #666; --line: #ccc; --head: #f3f3f3; --bad: #8a4b00;
 }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
-       overflow-wrap: anywhere; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #181818; --ink: #ddd; --soft: #aaa; --line: #444; --head: #2a2a2a; --bad: #f0a860; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem;
+       margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; } .lead { font-size: 1.15rem; } .facts, caption { color: var(--soft); font-size: 0.9rem; }
 h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 .wide { overflow-x: auto; margin: 1rem 0; } img { max-width: 100%; height: auto; background: white; }
@@ -62,6 +64,7 @@ th, td { border: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left
 {% if section.note %}<p class="{{ 'bad' if section.bad else 'note' }}">{{ section.note | coded }}</p>{% endif %}
 {% if section.figure %}<div class="wide">{{ section.figure | inlined(section.title) }}</div>
 {% endif %}
+{% if section.texts %}{{ section.texts.part() }}{% endif %}
 {% if section.rows %}<div class="wide"><table>
 <thead><tr>{% for cell in section.header %}<th{{ cell | aligned(section.rows, loop.index0) }}>{{ cell }}</th>
 {% endfor %}</tr></thead>
@@ -87,6 +90,7 @@ class Section:
         bad: whether that harms.
         header, rows: a table.
         figure: an image file.
+        texts: whose tokens are painted; in one section of a page at most.
     """
 
     title: str
@@ -96,6 +100,7 @@ class Section:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = field(default_factory=list)
     figure: Path | None = None
+    texts: Texts | None = None
 
 
 def write_page(
@@ -115,13 +120,16 @@ def write_page(
     return path
 
 
-def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path]) -> Path:
+def write_html(
+    statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path], texts: Texts
+) -> Path:
     """
     The page of `moe-peft inspect`: what `write_report` writes and the command prints, explained.
 
     Args:
         about: what was measured, as in `routing.json`.
         files: what `write_files` has written. Figures that no page can show are drawn again.
+        texts: of the same data.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     n, ks = max(statistics.sizes), sorted(set(statistics.ks))
@@ -150,6 +158,7 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
             shares_section(shares, figures["load"], tokens, statistics.sizes, names),
+            _texts(texts),
             *_compliance(statistics, figures),
             load_section(health, has_map),
             _layers(statistics),
@@ -316,6 +325,16 @@ def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> S
         rows=rows,
         figure=figure,
     )
+
+
+def _texts(texts: Texts) -> Section:
+    text = (
+        "The beginnings of a few texts. Each token has the colour of the expert that served it, or of the one with the "
+        "largest gate, in the layer that you pick; first it is the one whose experts' shares differ most. A token "
+        "that is pointed at says which expert that is, and its share of the token's gates. Texts are cut after "
+        f"{MOST_TOKENS} tokens."
+    )
+    return Section("Which expert serves each token", [text], texts=texts)
 
 
 def _layers(statistics: RoutingStatistics) -> Section:

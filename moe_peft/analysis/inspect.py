@@ -24,6 +24,7 @@ from .html import EFFECTIVE, STRONGEST, strongest, write_html
 from .inputs import Rows, describe, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
+from .texts import sample_texts
 from .token_classes import classify_tokens
 
 
@@ -77,11 +78,12 @@ def inspect_model(
             batch_size=batch_size, max_length=max_length, max_examples=max_examples,
         )  # fmt: skip
         statistics = _recorded(model, tokenizer, rows, expert_map, position_width, dtype)
+        texts = sample_texts(model, tokenizer, rows) if html else None
         about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
         with REPORT.replaced(folder) as partial:
             files = write_files(statistics, partial, suffix, about)
-            if html:
-                files.append(write_html(statistics, partial / "report.html", about, files))
+            if texts is not None:
+                files.append(write_html(statistics, partial / "report.html", about, files, texts))
     _print(statistics, about, [folder / path.name for path in files])
     return statistics
 

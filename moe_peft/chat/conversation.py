@@ -58,6 +58,11 @@ class Answer:
     def text(self) -> str:
         return "".join(self.tokens)
 
+    @property
+    def remark(self) -> str:
+        """Why it ended, unless the model ended it."""
+        return {"end": "", "length": f"cut after {len(self.tokens)} tokens", "stopped": "stopped"}[self.ending]
+
     def runs(self, router: int | None) -> list[tuple[str, int]]:
         """
         The text in pieces whose tokens have the same leading expert, of a router or averaged over all (`None`); -1
@@ -227,7 +232,7 @@ class Conversation:
         prompt_1S, steering = self._prompt(question, before), self.steering
         length = self._longest(prompt_1S.shape[1])
         self._stop.clear()
-        run, pieces = _Run(self._stop), _Pieces(self.tokenizer)
+        run, pieces = _Run(self._stop), Pieces(self.tokenizer)
         # In a thread, so that whoever waits for a piece can still call `stop`.
         thread = threading.Thread(target=self._generate, args=(prompt_1S, length, run), daemon=True)
         thread.start()
@@ -339,11 +344,11 @@ class _Run(BaseStreamer):
                 yield self.ids[count - 2]
 
 
-class _Pieces:
+class Pieces:
     """The text of tokens, one by one."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.ids: list[int] = []
         self.tokens: list[str] = []
         self._shown = 0
@@ -363,4 +368,5 @@ class _Pieces:
         return rest
 
     def _text(self) -> str:
-        return self.tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        skip = self.skip_special_tokens
+        return self.tokenizer.decode(self.ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)

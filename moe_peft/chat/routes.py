@@ -89,10 +89,13 @@ class Routes:
             raise InputError(f"layer {' '.join(words)}: no such router; they are {_first_and_last(self.layers)}")
         return found
 
+    def shares_TN(self, router: int | None) -> torch.Tensor:
+        """Each token's shares, of a router or averaged over all."""
+        return self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
+
     def leading_T(self, router: int | None) -> list[int]:
         """The expert with the largest share of each token, of a router or averaged over all; -1 if it has none."""
-        shares_TN = self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
-        shares_T, experts_T = shares_TN.max(-1)
+        shares_T, experts_T = self.shares_TN(router).max(-1)
         return experts_T.masked_fill(shares_T == 0, -1).tolist()
 
     def shares_N(self, router: int | None = None) -> torch.Tensor:
@@ -124,6 +127,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
 
 
+def router_names(model: Any) -> list[str]:
+    """E.g. "model.layers.0.mlp"."""
+    return [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)]
+
+
 def _first_and_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -150,7 +158,7 @@ class RouteTape:
         if not self._experts:
             return None
         experts_LTK, gates_LTK = (_joined(passes, slice(start, stop)) for passes in (self._experts, self._gates))
-        layers = [layer.path.removeprefix("base_model.model.") for layer in routed_layers(self.model)]
+        layers = router_names(self.model)
         if len(layers) != len(experts_LTK):  # a router ran more than once in a pass
             layers = [f"router.{i}" for i in range(len(experts_LTK))]
         experts = expert_names(self.model) or [str(i) for i in range(self.n)]

@@ -20,7 +20,6 @@ from .conversation import Answer, Conversation, Kind
 from .routes import PALETTE, Routes, percent
 
 _MOST_ROUTERS = 8  # that `/why 12` shows
-_ENDINGS = {"end": "", "length": "cut after {} tokens", "stopped": "stopped"}
 
 
 class _Command(NamedTuple):
@@ -137,7 +136,7 @@ class Terminal:
                 parts.append(f"served by: {answer.routes.summary()}")
             elif self.conversation.experts:
                 parts.append("served by: the base, without the adapter")
-        parts.append(_ENDINGS[answer.ending].format(len(answer.tokens)))
+        parts.append(answer.remark)
         if answer.routes is not None and answer.tokens and not short:
             parts.append("/why shows each token")
         return " · ".join(part for part in parts if part)

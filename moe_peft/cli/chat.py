@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -9,14 +11,17 @@ from pydantic import Field
 from ..analysis.inputs import describe
 from ..chat import Conversation
 from ..chat.terminal import Terminal
+from ..chat.web import Page, import_gradio, serve
 from ..models.layer import routed_layers
 from ..native.folders import open_folder
+from ..utils.messages import InputError
 from ..utils.validation import Count, Flag, Number, Text
 from .settings import SettingsParser, WeightSettings
 
 EXAMPLE = r"""
-example:
+examples:
   moe-peft chat --model out --system "Answer in one sentence."
+  moe-peft chat --model out --web
 """
 
 
@@ -31,11 +36,17 @@ class ChatSettings(WeightSettings):
     temperature: Annotated[Number, Field(ge=0)] = Field(
         0.0, description="of sampling; 0, the default, takes the most probable token, so that answers can be compared"
     )
+    web: Flag = Field(False, description="as a page in the browser instead of in the terminal")
+    host: Text | None = Field(None, title="ADDRESS", description="of the page; default: 127.0.0.1, this machine alone")
+    port: Annotated[Count, Field(le=65535)] | None = Field(
+        None, description="of the page; default: the first free one from 7860 on"
+    )
 
 
 _GROUPS = {
     "Model": ("model", "base", "dtype", "load_in_4bit", "quantization"),
     "Answers": ("system", "max_new_tokens", "temperature"),
+    "Page": ("web", "host", "port"),
 }
 
 
@@ -45,23 +56,34 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: ChatSettings) -> None:
+    for name in ("host", "port"):
+        if getattr(settings, name) is not None and not settings.web:
+            raise InputError(f"{name}={getattr(settings, name)!r}: is for the page; add --web")
+    if settings.web:
+        import_gradio()  # before a model is loaded
     quantization = settings.quantization
     if settings.load_in_4bit:
         quantization = {"load_in_4bit": True, **(quantization or {})}
     folder = open_folder(settings.model, "--model", base=settings.base)
     model, tokenizer = folder.load(settings.dtype, quantization), folder.tokenizer
-    conversation = Conversation(
+    begin = partial(
+        Conversation,
         model,
         tokenizer,
         system=settings.system,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
     )
-    about = describe(model)
-    lines = [f"{settings.model}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
+    conversation, about = begin(), describe(model)
+    name = Path(settings.model).name or settings.model
+    lines = [f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
     if conversation.experts:
         lines.append(f"experts: {', '.join(conversation.experts)}; {len(routed_layers(model))} routers")
     if tokenizer.chat_template is None:
-        lines.append("no chat template: each line is a text to continue, by itself")
-    print(*lines, "/help lists the commands", sep="\n")
-    Terminal(conversation).run()
+        lines.append("no chat template: each question is a text to continue, by itself")
+    print(f"{settings.model}: {lines[0]}", *lines[1:], sep="\n")
+    if settings.web:
+        serve(Page(begin), name, " · ".join(lines), settings.host or "127.0.0.1", settings.port)
+    else:
+        print("/help lists the commands")
+        Terminal(conversation).run()

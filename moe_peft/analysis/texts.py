@@ -1,0 +1,127 @@
+"""A few texts of a report's data, whose tokens have the colors of their experts in a layer that the reader picks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import Environment
+from markupsafe import Markup
+
+from ..chat.conversation import Pieces
+from ..chat.markup import STYLE, legend, names_of, painted
+from ..chat.routes import Routes, record_routes
+from .inputs import Rows
+
+MOST_TEXTS, MOST_OF_A_DOMAIN, MOST_TOKENS = 12, 4, 200
+
+# Of each layer, the page has a string of experts (each token's by its number plus 1, in as many digits for all; 0 is
+# none) and one of their shares in percent (two digits; 00 is 100), which its script paints the tokens with.
+_PART = """\
+<style>
+{{ style }}
+.text { border: 1px solid var(--line); border-radius: 4px; padding: 0.4rem 0.8rem; margin: 0.8rem 0; }
+.text h3 { font-size: 0.8rem; color: var(--soft); margin: 0; }
+.picker { position: sticky; top: 0; background: var(--page); padding: 0.2rem 0; }
+.picker p { margin: 0.3rem 0; } select { font: inherit; max-width: 100%; }
+</style>
+<div>
+<div class="picker"><p><label>Layer: <select id="layer">{% for layer in layers %}
+<option value="{{ loop.index0 }}"{{ " selected" if loop.index0 == picked }}>{{ layer.name }}</option>
+{% endfor %}</select></label></p>
+{% for layer in layers %}<p class="legend"{{ " hidden" if loop.index0 != picked }}>{{ layer.legend }}</p>
+{% endfor %}</div>
+{% for label, text in texts %}<div class="text">{% if label %}<h3>{{ label }}</h3>{% endif %}
+<div class="tokens">{{ text }}</div></div>
+{% endfor %}</div>
+<script type="application/json" id="routes">{{ data | tojson }}</script>
+<script>
+const routes = JSON.parse(document.getElementById("routes").textContent), layer = document.getElementById("layer");
+const legends = document.querySelectorAll(".legend"), tokens = document.querySelectorAll(".tokens span");
+function paint() {
+  const {experts, shares, colors} = routes.layers[layer.value], digits = routes.digits;
+  legends.forEach((legend, i) => legend.hidden = i != layer.value);
+  tokens.forEach((token, i) => {
+    const expert = experts.slice(i * digits, (i + 1) * digits) - 1;
+    token.className = "c" + colors.indexOf(expert);
+    token.title = expert < 0 ? "no expert" : `${routes.names[expert]} ${+shares.slice(2 * i, 2 * i + 2) || 100} %`;
+  });
+}
+layer.addEventListener("input", paint);
+paint();  // a browser that loads the page again keeps what was picked
+</script>
+"""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """
+    Args:
+        labels: the domain of each text, or "".
+        tokens: the text of each of its tokens.
+        routes: the experts of all tokens of all texts.
+    """
+
+    labels: Sequence[str]
+    tokens: Sequence[Sequence[str]]
+    routes: Routes
+
+    def part(self) -> Markup:
+        """Their part of a page, which has one such part at most."""
+        routes, all_layers = self.routes, range(len(self.routes.layers))
+        routers: list[int | None] = [*all_layers, *([None] if len(all_layers) > 1 else [])]
+        names = [f"{i}: {name}" for i, name in enumerate(routes.layers)] + ["mean of all layers"]
+        texts, start = [], 0
+        for label, tokens in zip(self.labels, self.tokens, strict=True):
+            texts.append((label, painted(tokens, routes, routes.most_decisive, start)))
+            start += len(tokens)
+        digits = len(str(len(routes.experts)))
+        data = {
+            "names": names_of(routes),
+            "digits": digits,
+            "layers": [
+                {
+                    "experts": "".join(f"{expert + 1:0{digits}}" for expert in routes.leading_T(router)),
+                    "shares": "".join(
+                        f"{max(1, round(100 * share)) % 100:02}" for share in routes.shares_TN(router).amax(-1).tolist()
+                    ),
+                    "colors": [*routes.colors(router)],
+                }
+                for router in routers
+            ],
+        }
+        layers = [{"name": names[i], "legend": legend(routes, router)} for i, router in enumerate(routers)]
+        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        return Markup(
+            environment.from_string(_PART).render(
+                style=Markup(STYLE), layers=layers, picked=routes.most_decisive, texts=texts, data=data
+            )
+        )
+
+
+@torch.no_grad()
+def sample_texts(model: Any, tokenizer: Any, rows: Rows) -> Texts:
+    """The first few rows of each domain, or of the first 12 domains, as a plain pass of each routes them."""
+    domains = rows.domains or [""] * len(rows.data)
+    taken: dict[str, list[int]] = defaultdict(list)
+    of_each = min(MOST_OF_A_DOMAIN, max(1, MOST_TEXTS // len({*domains})))
+    for i, domain in enumerate(domains):
+        if len(taken[domain]) < of_each:
+            taken[domain].append(i)
+    chosen = [(domain, i) for domain, of_domain in taken.items() for i in of_domain][:MOST_TEXTS]
+    tokens = []
+    device = next(model.parameters()).device
+    with record_routes(model) as tape:
+        for _, i in chosen:
+            ids, pieces = rows.data[i]["input_ids"][:MOST_TOKENS], Pieces(tokenizer, skip_special_tokens=False)
+            model(input_ids=torch.tensor([ids], device=device), logits_to_keep=1, use_cache=False)
+            for token in ids:
+                pieces.add(token)
+            pieces.end()
+            tokens.append(pieces.tokens)
+    routes = tape.routes()
+    assert routes is not None  # the model has routers: its routing was recorded
+    return Texts([domain for domain, _ in chosen], tokens, routes)

@@ -1,0 +1,54 @@
+"""Tokens in the colors of their experts, as HTML: for reports, and for the page of `moe-peft chat --web`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from .routes import PALETTE, Routes, percent
+
+# Class c0, c1, … is an expert with that color of the palette; c-1 are all others.
+STYLE = """\
+.tokens { white-space: pre-wrap; overflow-wrap: anywhere; } .tokens span { box-shadow: inset -1px 0 #0003; }
+.legend span { border-radius: 2px; padding: 0 0.4em; } .legend { line-height: 1.8; }
+.c-1 { opacity: 0.7; }
+""" + "\n".join(
+    f".c{i} {{ background: {color}; color: {'white' if i == 0 else 'black'}; }}" for i, color in enumerate(PALETTE)
+)
+
+
+def names_of(routes: Routes) -> list[str]:
+    """What the experts are called where "3" alone would say little."""
+    return [f"expert {name}" if name == str(i) else name for i, name in enumerate(routes.experts)]
+
+
+def painted(tokens: Sequence[str], routes: Routes, router: int | None, start: int = 0) -> Markup:
+    """
+    Tokens in the colors of their leading experts, of a router or averaged over all (`None`), which their titles name
+    with their shares.
+
+    Args:
+        tokens: their text; those of the routes from `start` on.
+    """
+    colors, names, at = [*routes.colors(router)], names_of(routes), slice(start, start + len(tokens))
+    experts, shares = routes.leading_T(router)[at], routes.shares_TN(router)[at].amax(-1).tolist()
+    spans = []
+    for text, expert, share in zip(tokens, experts, shares, strict=True):
+        title = f"{names[expert]} {percent(share)}" if expert >= 0 else "no expert"
+        color = colors.index(expert) if expert in colors else -1
+        spans.append(Markup('<span class="c{}" title="{}">{}</span>').format(color, title, text))
+    return Markup("").join(spans)
+
+
+def legend(routes: Routes, router: int | None) -> Markup:
+    """The experts with their colors and shares of all tokens; those without a color are one entry."""
+    colors, names, ranked = [*routes.colors(router)], names_of(routes), routes.ranked(router)
+    entries = [
+        Markup('<span class="c{}">{}</span> {}').format(colors.index(expert), names[expert], percent(share))
+        for expert, share in ranked
+        if expert in colors
+    ]
+    if rest := sum(share for expert, share in ranked if expert not in colors):
+        entries.append(Markup('<span class="c-1">others</span> {}').format(percent(rest)))
+    return Markup(" &ensp;").join(entries)

@@ -7,8 +7,8 @@ Every case is a tiny model with random weights, in float32. Adapters' folders ar
 these and LoRAs, or experts, on attention; experts on q and v alone; on single linears of FFNs alone. "export": what
 `moe-peft export` writes of the first. "one expert": what `expert_to_lora` writes, as a LoRA of vLLM on the base.
 Prompts of several lengths run in one batch, in chunks. "equal": 6 greedy tokens are those of PEFT in float64, and so
-are complete log-probabilities of them and, without a LoRA, of the prompts, up to 4e-5 of the largest: experts on
-attention amplify what float32 rounds. "differs by x": of that.
+are complete log-probabilities of them and, without a LoRA, of the prompts, up to 1e-4 of the largest: PEFT's own in
+float32 are up to 6e-5 from float64's, as experts on single linears amplify rounding. "differs by x": of that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ADAPTERS: dict[str, tuple[list[str], list[str]]] = {  # modules with experts, an
     "on FFNs' linears": (["gate_proj", "up_proj", "down_proj"], []),
 }
 WAYS = (*ADAPTERS, "export", "one expert")
-LARGEST = 4e-5
+LARGEST = 1e-4
 
 
 def settings(kind: str, experts: list[str], loras: list[str]) -> dict[str, Any]:

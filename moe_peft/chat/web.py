@@ -193,7 +193,7 @@ def blocks(page: Page, title: str, about: str) -> Any:
     """
     gr = import_gradio()
 
-    def told(act: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def showing_errors(act: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """The same handler; what is wrong with its input is shown on the page."""
 
         def handler(visit: Visit | None, *inputs: Any) -> Iterator[Any]:
@@ -241,8 +241,8 @@ def blocks(page: Page, title: str, about: str) -> Any:
         at_once = {"queue": False, "show_progress": "hidden"}
         steering, html = [visit, question, kind, experts, layer], [earlier, last]
         demo.load(page.visit, None, visit, **at_once)
-        gr.on([question.submit, send.click], told(ask), steering, [question, *html], **alone)
-        again.click(told(page.ask_again), [visit, kind, experts, layer], html, **alone)
+        gr.on([question.submit, send.click], showing_errors(ask), steering, [question, *html], **alone)
+        again.click(showing_errors(page.ask_again), [visit, kind, experts, layer], html, **alone)
         stop.click(page.stop, visit, None, **at_once)
         clear.click(page.clear, visit, html, **alone)
         layer.change(page.shown, [visit, layer], html, **at_once)

@@ -21,7 +21,6 @@ from ..training.checkpointing import numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import Measured, measured_steps, memory_line, planned_launch, print_estimates
 from ..training.preflight import preflight
-from ..training.progress import show_progress
 from ..training.resuming import resumes, save_full_weights, train
 from ..training.router_config import loss_coefficients
 from ..training.trainable import on_quantized
@@ -55,13 +54,13 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
     base, output_dir, tokenizer = options.base, str(options.training.output_dir), options.tokenizer
 
     # Find what is wrong before weights are loaded.
-    training_stages(options)
     model, config = _empty_model(options)
     if config is not None and adapter_rate is not None and not options.has_rate:
         options.training.learning_rate = adapter_rate
     stages = training_stages(options)
-    rates = {f"{path}: " * bool(path) + f"learning_rate={args.learning_rate:g}" for path, args in stages.items()}
-    _say(f"{', '.join(sorted(rates))}{'' if options.has_rate else ', the default; --learning_rate sets another'}")
+    rates = [f"{path + ': ' if path else ''}learning_rate={args.learning_rate:g}" for path, args in stages.items()]
+    default = "" if options.has_rate else ", the default; --learning_rate sets another"
+    PartialState().print(f"{', '.join(rates)}{default}", flush=True)
     for section, args in stages.items():
         _check_early_stopping(options.run.early_stopping_patience, args, f"{section}." if section else "")
     for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in stages.values()):
@@ -138,7 +137,6 @@ def _train(
                     model=model, args=args, train_dataset=data, eval_dataset=eval_data,
                     processing_class=options.tokenizer, peft_config=config,
                 )  # fmt: skip
-            show_progress(trainer)
             trainer.earlier_training = facts
             if (patience := options.run.early_stopping_patience) is not None:
                 trainer.add_callback(EarlyStoppingCallback(patience))
@@ -157,11 +155,6 @@ def _train(
     if isinstance(trainer.model, PeftModel):
         nexts.append("moe-peft export --adapter {0} --output {0}-moe")
     trainer.accelerator.print(f"next: {'; '.join(nexts).format(folder)}")
-
-
-def _say(text: str) -> None:
-    if PartialState().is_main_process:
-        print(text, flush=True)
 
 
 def _check_early_stopping(patience: int | None, args: Any, section: str) -> None:
@@ -183,11 +176,10 @@ def _check_early_stopping(patience: int | None, args: Any, section: str) -> None
 
 def _which_step(trainer: Any) -> str:
     """Which step's weights the result has, if it is not the last one's."""
-    best = trainer.state.best_model_checkpoint
-    if best is None or not trainer.args.load_best_model_at_end:
+    state, metric = trainer.state, trainer.args.metric_for_best_model
+    if state.best_model_checkpoint is None or not trainer.args.load_best_model_at_end:
         return ""
-    step, metric = Path(best).name.rpartition("-")[2], trainer.args.metric_for_best_model
-    return f" (step {step} of {trainer.state.global_step}: the best {metric}, {trainer.state.best_metric:.4g})"
+    return f" (step {state.best_global_step} of {state.global_step}: the best {metric}, {state.best_metric:.4g})"
 
 
 @contextmanager

@@ -17,14 +17,7 @@ from peft import LoraConfig, PeftConfig
 from rich.console import Console
 from rich.table import Column, Table
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from ..adapter.lora_conversion import lora_to_moe
@@ -99,7 +92,10 @@ def run_demo(output: Path, model: str | None = None, steps: int = 48) -> dict[st
         shown, answers = [test["domain"].index(domain) for domain in TASKS], {}
 
         console.print(f"{model or NAME} and four kinds of requests: {', '.join(TASKS)}.\n\n1. Before:")
-        answers["base"] = _generate(_load(base), test["prompt"], tokenizer)
+        untrained = _load(base)
+        targets = ffn_projections(untrained, None)  # experts are then FFNs, and a mixture can be exported
+        answers["base"] = _generate(untrained, test["prompt"], tokenizer)
+        del untrained
         console.print(_answer_table(test, shown, answers))
 
         each, more = max(steps // len(TASKS), 1), max(steps // 4, 1)
@@ -110,8 +106,8 @@ def run_demo(output: Path, model: str | None = None, steps: int = 48) -> dict[st
         with tqdm(total=2 * each * len(TASKS) + more, unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
             trainer = _Trainer(base, tokenizer, folder, bar)
             for task in TASKS:
-                trainer.train(task, _lora(base, _RANK), train.select(_of(train, task)), each)
-            one = trainer.train("one LoRA", _lora(base, 2 * _RANK), train, each * len(TASKS))
+                trainer.train(task, _lora(targets, _RANK), train.select(_of(train, task)), each)
+            one = trainer.train("one LoRA", _lora(targets, 2 * _RANK), train, each * len(TASKS))
             answers["one LoRA for all"] = _generate(one, test["prompt"], tokenizer)
 
             console.print("\n3. One model of the four: `moe-peft mix`, without training.")
@@ -230,11 +226,8 @@ def _of(rows: Dataset, task: str) -> list[int]:
     return [i for i, domain in enumerate(rows["domain"]) if domain == task]
 
 
-def _lora(base: str, rank: int) -> LoraConfig:
-    """On the projections of FFNs, so that experts are FFNs and a mixture can be exported."""
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ffn_projections(empty, None), task_type="CAUSAL_LM")
+def _lora(targets: list[str], rank: int) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def _mix(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> Any:

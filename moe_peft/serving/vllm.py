@@ -68,6 +68,7 @@ def use_base(engine: Any, adapter: MoELoraFolder) -> None:
     """Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter."""
     adapter.remedy = "set it in the adapter's config"
     check_served(adapter, engine.tensor_parallel_size, engine.pipeline_parallel_size)
+    adapter.check_tensors()
     (architecture,) = adapter.base.config.architectures
     if not isinstance(engine.hf_overrides, dict):
         raise InputError("hf_overrides: a function; with an adapter's folder as the model, give a dictionary")
@@ -92,14 +93,14 @@ def _tokenizer_folder(adapter: MoELoraFolder) -> str:
     for file in adapter.folder.iterdir():
         if file.is_file() and not file.name.startswith("adapter_"):
             (folder / file.name).symlink_to(file.resolve())
-    (folder / "config.json").symlink_to((adapter.base.folder / "config.json").resolve())
+    adapter.base.config.save_pretrained(folder)
     return str(folder)
 
 
 def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
     """
     Raises:
-        ValueError: the adapter's tensors do not fit its config and base, or vLLM cannot compute what it does.
+        ValueError: vLLM cannot compute what the adapter does.
     """
     from ..adapter.config import ALL_ROWS
     from ..adapter.layers import MoELoraFFN, MoELoraLayer
@@ -110,7 +111,6 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
             f"{adapter}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
             "it with `moe-peft export`"
         )
-    adapter.check_tensors()
     if pipeline_parallel_size > 1:
         raise InputError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")
     if adapter.config.router_class.by_token_id:

@@ -42,10 +42,29 @@ class Segment(NamedTuple):
 Axis = Sequence[Segment]  # the features of a projection's input or output
 
 
-def own_part(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """The part of a tensor with all features of an axis that belongs to this process."""
-    pieces = tensor.split([segment.full for segment in axis], dim)
-    return torch.cat([p.narrow(dim, s.start, s.size) for p, s in zip(pieces, axis, strict=True)], dim)
+class ExpertTensor(NamedTuple):
+    """
+    A tensor of experts or of a router.
+
+    Args:
+        own: this process's part of it.
+        shape: of the whole, as an adapter's file has it.
+        axis: of its dimension that processes share.
+    """
+
+    own: torch.Tensor
+    shape: Sequence[int]
+    axis: Axis = ()
+
+    @torch.no_grad()
+    def load(self, tensor: torch.Tensor) -> None:
+        """Copy this process's part of a tensor of the whole's shape."""
+        for dim, size in enumerate(self.own.shape):
+            if size != self.shape[dim]:
+                pieces = tensor.split([segment.full for segment in self.axis], dim)
+                own = [p.narrow(dim, s.start, s.size) for p, s in zip(pieces, self.axis, strict=True)]
+                tensor = torch.cat(own, dim)
+        self.own.copy_(tensor)
 
 
 def full_size(axis: Axis) -> int:
@@ -108,23 +127,15 @@ class Host(nn.Module):
             self.moe_lora_router = make_router(router_input, spec.num_experts, spec.router).float()
         self.requires_grad_(False)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor, Sequence[int]]]:
-        """Of each tensor its name in this module, itself, and the shape that it has in an adapter."""
-        for key, tensor in self.state_dict(keep_vars=True).items():
+    def tensors(self) -> Iterator[tuple[str, ExpertTensor]]:
+        """All tensors by their names in this module."""
+        for key, own in self.state_dict(keep_vars=True).items():
             matrix, _, projection = key.removeprefix("moe_lora_").partition(".")
             if matrix == "router":
-                yield key, tensor, tensor.shape
+                yield key, ExpertTensor(own, own.shape)
             elif matrix in ("A", "B", "shared_A", "shared_B"):
-                yield key, tensor, self._shapes[matrix.startswith("shared_")][projection][matrix.endswith("B")]
-
-    @torch.no_grad()
-    def load(self, key: str, own: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy this process's part of an adapter's tensor."""
-        matrix, _, projection = key.removeprefix("moe_lora_").partition(".")
-        for dim, size in enumerate(own.shape):
-            if size != tensor.shape[dim]:
-                tensor = own_part(tensor, dim, self.axes[projection][matrix.endswith("B")])
-        own.copy_(tensor)
+                is_B, is_shared = matrix.endswith("B"), matrix.startswith("shared_")
+                yield key, ExpertTensor(own, self._shapes[is_shared][projection][is_B], self.axes[projection][is_B])
 
     # --- what experts read ---
 

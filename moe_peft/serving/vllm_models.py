@@ -48,51 +48,45 @@ class _MoELora(nn.Module):
             module: config.expert_spec(module, hf_config)
             for module in {key.removeprefix(_PREFIX).partition(_EXPERTS)[0] for key in keys if _EXPERTS in key}
         }
-        names = dict.fromkeys(specs)
+        # What the base calls the parts of vLLM's linears; some bases have the whole, as vLLM does (Phi-3, GLM).
+        parts = {
+            whole: [whole] if any(whole in key.split(".") for key in keys) else of_whole
+            for whole, of_whole in self.packed_modules_mapping.items()
+        }
         contexts = vllm_config.compilation_config.static_forward_context
         for i, layer in enumerate(self.model.layers):
             for part in ("self_attn", "mlp"):
                 prefix = f"model.layers.{i}.{part}"
                 for name, linear in [*getattr(layer, part).named_children()]:
-                    projections = [f"{prefix}.{p}" for p in self._parts(name, keys)]
+                    projections = [f"{prefix}.{p}" for p in parts.get(name, [name])]
                     if any(projection in specs for projection in projections):
                         routed = MoELoraLinears(linear, f"{prefix}.{name}", specs, projections)
                         contexts[routed.key] = routed
                 if prefix in specs:
-                    inputs = self._parts("gate_up_proj", keys)
                     activation = getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act
-                    layer.mlp = MoELoraFFN(prefix, specs[prefix], layer.mlp, inputs, activation)
+                    layer.mlp = MoELoraFFN(prefix, specs[prefix], layer.mlp, parts["gate_up_proj"], activation)
                     contexts[prefix] = layer.mlp
-        # By the adapter's name: a module's experts, vLLM's name of a tensor, the tensor and its shape in the adapter.
+        # By the adapter's name of a tensor: vLLM's, and the tensor.
+        hosts = {path: module for path, module in self.named_modules() if isinstance(module, Host)}
         self.expert_tensors = {
-            f"{host.name}.{key}": (host, key, f"{path}.{key}", tensor, shape)
-            for path, host in self.named_modules()
-            if isinstance(host, Host)
-            for key, tensor, shape in host.tensors()
+            f"{host.name}.{key}": (f"{path}.{key}", tensor)
+            for path, host in hosts.items()
+            for key, tensor in host.tensors()
         }
-        for host, *_ in self.expert_tensors.values():
-            names.pop(host.name, None)
-        if names:
-            raise InputError(f"{self.source}: {min(names)} has experts, and vLLM's model has no such module")
-
-    def _parts(self, name: str, keys: Iterable[str]) -> list[str]:
-        """What the base calls the parts of one of vLLM's linears; some have the whole as vLLM does (Phi-3, GLM)."""
-        whole = any(f".{name}." in key or key.endswith(f".{name}") for key in keys)
-        return [name] if whole else self.packed_modules_mapping.get(name, [name])
+        if unserved := specs.keys() - {host.name for host in hosts.values()}:
+            raise InputError(f"{self.source}: {min(unserved)} has experts, and vLLM's model has no such module")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """
         Load tensors by their names in the base's checkpoint or in the adapter. The first time, these are the base's,
         and the adapter's are read from its folder.
         """
-        missing: set[str] = set()
         if self.adapter is not None:
             state = read_adapter_weights(self.adapter, self.source)
             state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
-            missing = {name for name in self.expert_tensors if name not in state}
+            if missing := self.expert_tensors.keys() - state.keys():
+                raise InputError(f"{self.source}: no tensor {min(missing)}")
             weights, self.adapter = self._overlaid(weights, state), None
-        if missing:
-            raise InputError(f"{self.source}: no tensor {min(missing)}")
         loaded: set[str] = set()
         return super().load_weights(self._without_experts(weights, loaded)) | loaded  # type: ignore[misc]
 
@@ -104,14 +98,13 @@ class _MoELora(nn.Module):
             if _EXPERTS not in name:
                 yield name, tensor
                 continue
-            if name not in self.expert_tensors:
-                raise InputError(f"{self.source}: {name}: its config says nothing of it")
-            host, key, of_vllm, own, shape = self.expert_tensors[name]
-            if tensor.shape != shape:
+            of_vllm, expert_tensor = self.expert_tensors[name]
+            if tensor.shape != expert_tensor.shape:  # a copy could broadcast it
                 raise InputError(
-                    f"{self.source}: {name} is {list(tensor.shape)}, its config and the base say {list(shape)}"
+                    f"{self.source}: {name} is {list(tensor.shape)}, its config and the base say "
+                    f"{list(expert_tensor.shape)}"
                 )
-            host.load(key, own, tensor)
+            expert_tensor.load(tensor)
             loaded.add(of_vllm)
 
     def _overlaid(

@@ -106,7 +106,7 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
             args.save_steps = math.ceil(args.max_steps * args.save_steps)
         kept = {*keep, args.max_steps}
         save_full_weights(trainer)
-        show_progress(trainer)
+    show_progress(trainer)
     fingerprint = Fingerprint.of(trainer, **facts)
     trainer.add_callback(MarkComplete(fingerprint) if keep is None else KeepCheckpoints(fingerprint, kept))
 

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft import get_peft_model_state_dict
@@ -76,5 +75,8 @@ def rollouts_of_adapters(trainer: type) -> Iterator[None]:
             f"use_vllm=True: {trainer.__name__} merges an adapter to give vLLM its weights, and a MoE-LoRA cannot be "
             "merged; leave it out"
         )
-    with patch.object(module, "VLLMGeneration", AdapterGeneration):
+    before, module.VLLMGeneration = module.VLLMGeneration, AdapterGeneration  # type: ignore[attr-defined]
+    try:
         yield
+    finally:
+        module.VLLMGeneration = before  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ T tokens of all passes, n experts, L layers with routers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -83,8 +83,11 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = (*args, *kwargs.values())
-        by_vllm = trains_adapter(arguments) and any(getattr(arg, "use_vllm", None) is True for arg in arguments)
-        with _rollouts_of_adapters(type(self)) if by_vllm else nullcontext():
+        with ExitStack() as stack:
+            if trains_adapter(arguments) and any(getattr(arg, "use_vllm", None) is True for arg in arguments):
+                from .rollouts import rollouts_of_adapters  # imports vLLM
+
+                stack.enter_context(rollouts_of_adapters(type(self)))
             super().__init__(*args, **kwargs)
         for f in fields(RouterLossConfig):
             if not hasattr(self.args, f.name):  # a plain config
@@ -336,9 +339,3 @@ def _without_balancing(config: Any) -> Iterator[None]:
 def _logged(name: str) -> str:
     """A loss's name in the log; that of the balancing loss is TRL's."""
     return "aux_loss" if name == "aux" else f"router_{name}_loss"
-
-
-def _rollouts_of_adapters(trainer: type) -> AbstractContextManager[None]:
-    from .rollouts import rollouts_of_adapters  # imports vLLM
-
-    return rollouts_of_adapters(trainer)

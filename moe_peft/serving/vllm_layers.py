@@ -135,7 +135,8 @@ class Host(nn.Module):
                 yield key, ExpertTensor(own, own.shape)
             elif matrix in ("A", "B", "shared_A", "shared_B"):
                 is_B, is_shared = matrix.endswith("B"), matrix.startswith("shared_")
-                yield key, ExpertTensor(own, self._shapes[is_shared][projection][is_B], self.axes[projection][is_B])
+                axes = self.axes.get(projection, ((), ()))  # bottlenecks have none that processes share
+                yield key, ExpertTensor(own, self._shapes[is_shared][projection][is_B], axes[is_B])
 
     # --- what experts read ---
 

@@ -76,17 +76,26 @@ def against_lora(case: Case, rounds: int, compiled: bool) -> Iterator[tuple[str,
 def jobs(case: Case, rounds: int) -> dict[str, Callable[[], Iterator[tuple[str, Cells]]]]:
     """What is measured, by name, the most useful first."""
     found: dict[str, Callable[[], Iterator[tuple[str, Cells]]]] = {}
-    for experts in EXPERTS:
-        for mixing in ("output", "projection"):
-            found[f"{mixing} {experts}/{case.k}/{R}"] = partial(crossovers, case, experts, mixing, rounds)
-    kinds = [({}, False), ({"r": 16}, False)]
-    if DEVICE == "cuda":
-        kinds[1:1] = [({"quantized": True}, False), ({}, True)]
-    for own, compiled in kinds:
+
+    def models(compiled: bool = False, **own: Any) -> None:
         of_case = dataclasses.replace(case, **own)
         kind = "4-bit" if of_case.quantized else str(DTYPE)[6:]
         name = f"f = {of_case.intermediate}, r = {of_case.r}, {kind}{', compiled' if compiled else ''}"
         found[name] = partial(against_lora, of_case, rounds, compiled)
+
+    def layers(experts: int) -> None:
+        for mixing in ("output", "projection"):
+            found[f"{mixing} {experts}/{case.k}/{R}"] = partial(crossovers, case, experts, mixing, rounds)
+
+    models()
+    layers(EXPERTS[0])
+    if DEVICE == "cuda":
+        models(quantized=True)
+        layers(64)
+        models(compiled=True)
+    models(r=16)
+    for experts in EXPERTS:
+        layers(experts)
     return found
 
 

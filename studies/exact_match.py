@@ -12,7 +12,7 @@ from moe_peft.analysis.recorder import RoutingStatistics
 from moe_peft.training.scoring import fused_lm_head
 from moe_peft.utils.torch_contexts import evaluating
 
-_ROWS = 20  # of a forward pass
+_ROWS = 128 if torch.cuda.is_available() else 20  # of a forward pass
 
 
 class Answer(NamedTuple):
@@ -52,7 +52,8 @@ def answers(
         for start in range(0, len(order), _ROWS):
             part = order[start : start + _ROWS]
             examples = [rows[i] for i in part]
-            batch = {name: value for name, value in collator(examples).items() if isinstance(value, torch.Tensor)}
+            of_batch = collator(examples).items()
+            batch = {name: value.to(model.device) for name, value in of_batch if isinstance(value, torch.Tensor)}
             if statistics is not None:
                 statistics.current = [row["domain"] for row in examples]
             outputs = model(**batch, fused_lm_head=True)

@@ -50,7 +50,7 @@ from moe_peft.utils.io import hash_file
 from .differences import Difference, paired_difference
 from .exact_match import answers, by_task
 from .rates import best_rate, next_rate
-from .runs import Ledger, parser, score_answers_only
+from .runs import Ledger, arguments, parser, score_answers_only
 
 RESULTS = Path(__file__).parent / "results"
 TASKS = ("banking", "kitchen", "logic", "slots")
@@ -203,10 +203,9 @@ class Study:
         model = get_peft_model(model, method.config())
         routed = method.num_experts is not None
         config, trainer_class = (MoESFTConfig, MoESFTTrainer) if routed else (SFTConfig, SFTTrainer)
-        args = config(
-            str(self.work / "granularity"), num_train_epochs=1, per_device_train_batch_size=8, max_length=None,
-            padding_free=True, learning_rate=job.rate, lr_scheduler_type="linear", seed=job.seed, use_cpu=True,
-            bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
+        args = arguments(
+            config, self.work / "granularity", num_train_epochs=1, max_length=None, padding_free=True,
+            learning_rate=job.rate, lr_scheduler_type="linear", seed=job.seed,
             **({"router_balancing": "layer"} if routed else {}),
         )  # fmt: skip
         trainer = trainer_class(model, args, train_dataset=Dataset.from_list(train), processing_class=self.tokenizer)

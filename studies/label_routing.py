@@ -30,7 +30,7 @@ from moe_peft.training.preparation import preparation, tokenized
 
 from .differences import paired_difference
 from .exact_match import measure
-from .runs import Ledger, parser, score_answers_only
+from .runs import Ledger, arguments, parser, score_answers_only
 from .upit import RESULTS, SEEDS, Study
 
 EXPERTS = {"arithmetic": [0, 1], "banking": [2, 3], "slots": [4, 5]}
@@ -72,11 +72,9 @@ class LabelRouting:
         self._note(STATES[3], seed, model)
 
     def _train(self, model: Any, seed: int, **options: Any) -> None:
-        args = MoESFTConfig(
-            str(self.work / "label_routing"), per_device_train_batch_size=8, max_length=64, bf16=False, use_cpu=True,
-            gradient_checkpointing=False, lr_scheduler_type="constant", save_strategy="no", report_to="none",
-            disable_tqdm=True, label_column="domain", expert_map=EXPERTS, router_balancing="layer", seed=seed,
-            **options,
+        args = arguments(
+            MoESFTConfig, self.work / "label_routing", max_length=64, lr_scheduler_type="constant",
+            label_column="domain", expert_map=EXPERTS, router_balancing="layer", seed=seed, **options,
         )  # fmt: skip
         MoESFTTrainer(model, args, train_dataset=self.train, processing_class=self.tokenizer).train()
 

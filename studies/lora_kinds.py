@@ -2,13 +2,13 @@
 One model from LoRAs on the modules that published ones have: SmolLM2-135M-Instruct, four of the short tasks.
 
     python -m studies.short_tasks --source FOLDER --output .cache/short_tasks
-    python -m studies.lora_kinds run       # resumes where the ledger ends
+    python -m studies.lora_kinds run [--workers 2]   # resumes where the ledger ends
     python -m studies.lora_kinds report    # table of the ledger, in studies/results
 
 Fixed before the first run. For each of three kinds (LoRAs of rank 8 on all linears, on q_proj and v_proj, on the FFN)
 and each of three seeds: a LoRA of each task, 60 steps of 8 rows, and mixtures of the four, whose gates are calibrated
-on 24 training rows of each task. The seed is that of the training and of the draw of these rows. Measured on the first
-32 held-out rows of each task, as a mean over tasks.
+on 24 training rows of each task. The seed is that of the training and of the draw of these rows. Measured on 100
+held-out rows of each task, as a mean over tasks.
 
 Contrasts, as differences of the loss per answer token within a seed, and what is expected of them:
 
@@ -20,18 +20,25 @@ Contrasts, as differences of the loss per answer token within a seed, and what i
 3. One expert per token and two. Expected: one is better with `ridge` and `arrow`, two are better with `prompts`.
 4. PEFT's `ties` (density 0.5, weights 1) and `dare_linear` (density 0.5, weights 1/4), and the mean. Expected: `ties`
    is better than the mean, `dare_linear` is worse; both are worse than `ridge` with one expert.
+5. LoRAs on the FFN, with training on rows of all four tasks after it: one *joint* LoRA of rank 8 for the sum of the
+   adapters' steps (240), their mean trained on for 100 steps (as one LoRA of rank 32), and the mixture of `ridge` gates
+   trained on for 100 steps, each at half of the adapters' rate but the joint one. Expected: the mixture is better than
+   the mean and no worse than 0.05 above the joint LoRA.
 
 Three seeds give no intervals: a difference counts where all three have its sign.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -39,23 +46,26 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft import force_experts, init_gates, lora_to_moe
+from moe_peft import MoESFTConfig, MoESFTTrainer, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.layers import MoELoraLinear
 from moe_peft.combine.held_out import picked_experts
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.gates import uniform_gates
+from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
-from .combine import RESULTS, active
-from .exact_match import answers, by_task
-from .runs import Ledger, parser, score_answers_only
+from .exact_match import Answer, answers, by_task
+from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
+
+RESULTS = Path(__file__).parent / "results"
 
 FFN, ATTENTION = ["gate_proj", "up_proj", "down_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS = {"all linears": [*ATTENTION, *FFN], "q and v": ["q_proj", "v_proj"], "FFN": FFN}
 TASKS = ("banking", "kitchen", "logic", "slots")
 SEEDS = (0, 1, 2)
-STEPS, BATCH, RANK, LEARNING_RATE, LONGEST = 60, 8, 8, 1e-3, 64
-HELD_OUT, CALIBRATION = 32, 24  # rows of each task
+STEPS, RANK, LEARNING_RATE, LONGEST = 60, 8, 1e-3, 64
+TRAINED_ON = 100  # steps of what is made of the adapters
+HELD_OUT, CALIBRATION = 100, 24  # rows of each task
 GATES = ("ridge", "prompts", "arrow")
 # Experts per token of each gate that are measured; with attention "mean", as its table's best is expected.
 EXPERTS = {
@@ -66,7 +76,23 @@ EXPERTS = {
 MERGES: dict[str, dict[str, Any]] = {
     "ties": {"weights": [1.0] * 4, "density": 0.5},
     "dare_linear": {"weights": [0.25] * 4, "density": 0.5},
+    "cat": {"weights": [0.25] * 4},  # the exact mean
 }
+
+
+def lora(kind: str) -> LoraConfig:
+    return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=KINDS[kind], task_type="CAUSAL_LM")
+
+
+class Job(NamedTuple):
+    """A run to be made: `what` is a training (of a task's LoRA, or of all tasks), or "measure"."""
+
+    kind: str
+    seed: int
+    what: str
+
+
+JOINT = ("joint LoRA", "mean, trained on", "ridge, trained on")
 
 
 class LoraKinds:
@@ -78,6 +104,7 @@ class LoraKinds:
 
     def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
         self.work, self.ledger = work, ledger
+        self.work.mkdir(parents=True, exist_ok=True)
         self.base, self.tokenizer = smollm2_folder(), AutoTokenizer.from_pretrained(smollm2_folder())
         self.train_rows = {task: self._rows(data / "train.jsonl", task) for task in TASKS}
         self.parts = {}
@@ -92,35 +119,75 @@ class LoraKinds:
         rows = map(json.loads, path.read_text().splitlines())
         return [row for row in rows if row["domain"] == task]
 
-    def run(self) -> None:
+    def jobs(self) -> Iterator[Job]:
+        """Runs that are missing and can be made now."""
+        done = {(run["kind"], run["seed"], run["way"]) for run in self.ledger.records()}
         for seed in SEEDS:
             for kind in KINDS:
-                for task in TASKS:
-                    if not self.ledger.records(kind=kind, seed=seed, way=f"train {task}"):
-                        self.train(kind, task, seed)
-                self.measure(kind, seed)
+                trainings = [Job(kind, seed, f"train {task}") for task in TASKS]
+                missing = [job for job in trainings if job not in done]
+                yield from missing
+                if not missing and (kind, seed, "measured") not in done:
+                    yield Job(kind, seed, "measure")
+                if not missing and kind == "FFN":
+                    yield from (job for what in JOINT if (job := Job(kind, seed, what)) not in done)
+
+    def is_complete(self) -> bool:
+        return next(self.jobs(), None) is None
+
+    def run(self, job: Job) -> None:
+        kind, seed, what = job
+        if what == "measure":
+            self.measure(kind, seed)
+            self.ledger.add({"kind": kind, "seed": seed, "way": "measured"}, "all ways")
+        elif what in JOINT:
+            self.train_jointly(kind, seed, what)
+        else:
+            self.train(kind, what.removeprefix("train "), seed)
 
     def folder(self, kind: str, task: str, seed: int) -> Path:
         return self.work / f"{kind.replace(' ', '-')}-{task}-{seed}"
 
     def load(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).to(DEVICE)
 
     def train(self, kind: str, task: str, seed: int) -> None:
-        started = time.process_time()
+        started = time.monotonic()
         set_seed(seed)
-        config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=KINDS[kind], task_type="CAUSAL_LM")
-        model = get_peft_model(self.load(), config)
-        args = SFTConfig(
-            str(self.work / "state"), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
-            lr_scheduler_type="cosine", max_length=LONGEST, gradient_checkpointing=False, bf16=False, use_cpu=True,
-            logging_steps=STEPS, save_strategy="no", report_to="none", disable_tqdm=True, seed=seed,
-        )  # fmt: skip
-        rows = Dataset.from_list(self.train_rows[task])
-        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=self.tokenizer)
-        loss = trainer.train().training_loss
+        model = get_peft_model(self.load(), lora(kind))
+        loss = self._fit(model, self.train_rows[task], seed, STEPS, LEARNING_RATE)
         model.save_pretrained(str(self.folder(kind, task, seed)))
         self._add(kind, seed, f"train {task}", {"loss": loss}, started)
+
+    def train_jointly(self, kind: str, seed: int, way: str) -> None:
+        """Train one adapter on all tasks, from nothing or from what is made of the tasks' adapters, and measure it."""
+        started, folders = time.monotonic(), [self.folder(kind, task, seed) for task in TASKS]
+        set_seed(seed)
+        steps, rate = TRAINED_ON, LEARNING_RATE / 2
+        if way == "joint LoRA":
+            model, steps, rate = get_peft_model(self.load(), lora(kind)), len(TASKS) * STEPS, LEARNING_RATE
+        elif way == "mean, trained on":
+            model = self._merged(folders, "cat")
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".merged." in name)
+        else:
+            model = lora_to_moe(self.load(), folders, top_k=1)
+            self._set_gates(model, "ridge", seed)
+        self._fit(model, [row for rows in self.train_rows.values() for row in rows], seed, steps, rate)
+        self._add(kind, seed, way, by_task(self._answers(model.eval())), started)
+
+    def _fit(self, model: Any, rows: list[dict[str, Any]], seed: int, steps: int, rate: float) -> float:
+        routed = bool(routed_layers(model))
+        config, trainer = (MoESFTConfig, MoESFTTrainer) if routed else (SFTConfig, SFTTrainer)
+        args = arguments(
+            config, self.work / "state", max_steps=steps, learning_rate=rate, lr_scheduler_type="cosine",
+            max_length=LONGEST, logging_steps=steps, seed=seed,
+        )  # fmt: skip
+        rows_of = Dataset.from_list(rows)
+        return trainer(model, args, train_dataset=rows_of, processing_class=self.tokenizer).train().training_loss
+
+    def _answers(self, model: Any) -> list[Answer]:
+        return [answer for rows in self.parts.values() for answer in answers(model, rows, self.collator)]
 
     # --- ways to use four adapters as one --------------------------------------------------------------------------
 
@@ -128,7 +195,7 @@ class LoraKinds:
         folders = [self.folder(kind, task, seed) for task in TASKS]
         if kind == "FFN":
             self._score(kind, seed, "base", lambda: self.load())
-        for merge in MERGES:
+        for merge in ("ties", "dare_linear"):
             self._score(kind, seed, merge, lambda merge=merge: self._merged(folders, merge))
         # "dropped" zeroes the mean, and "arrow" replaces the routers, so both come last.
         for attention in ("route", "mean", "dropped") if kind == "all linears" else ("route",):
@@ -188,23 +255,32 @@ class LoraKinds:
         return found
 
     def _score(self, kind: str, seed: int, way: str, model: Any, context: AbstractContextManager | None = None) -> None:
-        def found() -> list[Any]:
-            made = model()
-            if context is None:
-                return [a for rows in self.parts.values() for a in answers(made, rows, self.collator)]
-            with context:
-                return [a for rows in self.parts.values() for a in answers(made, rows, self.collator)]
+        def found() -> list[Answer]:
+            with context or nullcontext():
+                return self._answers(model())
 
         self._add_answers(kind, seed, way, found)
 
     def _add_answers(self, kind: str, seed: int, way: str, found: Any) -> None:
         if not self.ledger.records(kind=kind, seed=seed, way=way):
-            started = time.process_time()
+            started = time.monotonic()
             self._add(kind, seed, way, by_task(found()), started)
 
     def _add(self, kind: str, seed: int, way: str, result: dict[str, Any], started: float) -> None:
-        note = f"loss {result['loss']:.3f} in {time.process_time() - started:.0f} s"
+        note = f"loss {result['loss']:.3f} in {time.monotonic() - started:.0f} s"
         self.ledger.add({"kind": kind, "seed": seed, "way": way, **result}, note)
+
+
+@contextmanager
+def active(model: Any, k: int) -> Iterator[None]:
+    """`k` experts for each token."""
+    layers = [(layer.module, layer.adapter) for layer in routed_layers(model)]
+    before = [layer.moe_lora_spec[name] for layer, name in layers]
+    for layer, name in layers:
+        layer.moe_lora_spec[name] = replace(layer.moe_lora_spec[name], top_k=k)
+    yield
+    for (layer, name), spec in zip(layers, before, strict=True):
+        layer.moe_lora_spec[name] = spec
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -223,13 +299,14 @@ CONTRASTS = (
             *((kind, f"{gates}, k = 2", f"{gates}, k = 1") for gates in GATES),
         )
     ),
-    *((kind, merge, "mean of the adapters") for kind in KINDS for merge in MERGES),
+    *((kind, merge, "mean of the adapters") for kind in KINDS for merge in ("ties", "dare_linear")),
+    *(("FFN", "ridge, trained on", other) for other in ("mean, trained on", "joint LoRA", "own")),
 )
 
 
 def report(ledger: Ledger) -> None:
     """`results/lora_kinds.md`"""
-    runs = [run for run in ledger.records() if not run["way"].startswith("train")]
+    runs = [run for run in ledger.records() if "tasks" in run]
     lines = [HEAD]
     for kind in KINDS:
         lines += [
@@ -262,7 +339,7 @@ def _mean(values: list[float]) -> float:
 
 HEAD = f"""# One model from LoRAs on attention, on FFNs, on both
 
-SmolLM2-135M-Instruct, four short tasks, LoRAs of rank {RANK} ({STEPS} steps of {BATCH} rows each), {HELD_OUT} held-out
+SmolLM2-135M-Instruct, four short tasks, LoRAs of rank {RANK} ({STEPS} steps of 8 rows each), {HELD_OUT} held-out
 rows of each task; three seeds of the training and of the {CALIBRATION} rows of each task that calibrate the gates.
 Loss per answer token and share of answers that greedy decoding gives exactly; means over seeds, in brackets the range.
 *own*: each task its own adapter; *picked by its prompt*: one adapter for a row, by the mean of `ridge`'s gates over its
@@ -272,13 +349,19 @@ prompt. The contrasts and what was expected of them are in the head of `studies/
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = options.parse_args()
     ledger = Ledger(RESULTS / "lora_kinds.jsonl")
-    if options.command == "report":
-        report(ledger)
-        return
+    if args.command == "report":
+        return report(ledger)
+    if args.worker is None:
+        raise SystemExit(
+            start_workers("lora_kinds", ["--data", str(args.data), "--work", str(args.work)], args.workers)
+        )
     score_answers_only()
-    LoraKinds(options.data, options.work / "lora_kinds", ledger).run()
+    work(LoraKinds(args.data, args.work / "lora_kinds", ledger))
 
 
 if __name__ == "__main__":

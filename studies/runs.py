@@ -1,4 +1,4 @@
-"""A study's finished runs, so that a study that was stopped continues where it was."""
+"""A study's finished runs, so that a study that was stopped continues where it was; and workers that make them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from trl import SFTConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Ledger:
@@ -26,10 +32,12 @@ class Ledger:
         return [run for run in runs if all(run[key] == value for key, value in values.items())]
 
     def add(self, record: dict[str, Any], note: str) -> None:
-        """Add a run, and print what it was and a note."""
+        """Add a run and the device that made it, and print what it was and a note."""
+        record = {**record, "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(_rounded(record)) + "\n")
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, f"{json.dumps(_rounded(record))}\n".encode())  # at once: other workers add lines, too
+        os.close(file)
         values = ", ".join(str(value) for value in record.values() if not isinstance(value, list | dict))
         print(f"{time.strftime('%H:%M:%S')} {values}: {note}", flush=True)
 
@@ -60,6 +68,36 @@ def score_answers_only() -> None:
     from trl.trainer import utils
 
     utils._use_triton = lambda device: True  # what is asked there is only whether positions are chosen
+
+
+def arguments(config: type[SFTConfig], folder: Path, **options: Any) -> SFTConfig:
+    """What a study's training has in common: float32, batches of 8 rows, nothing saved."""
+    return config(
+        str(folder), per_device_train_batch_size=8, bf16=False, use_cpu=DEVICE == "cpu", gradient_checkpointing=False,
+        save_strategy="no", report_to="none", disable_tqdm=True, **options,
+    )  # fmt: skip
+
+
+def work(study: Any) -> None:
+    """
+    Make runs until none is missing, beside other workers that do the same.
+
+    Args:
+        study: with `jobs()`, runs that are missing and can be made now; `run(job)`; `is_complete()`; and `work`, a
+            folder.
+    """
+    while not study.is_complete():
+        for job in study.jobs():
+            lock = FileLock(study.work / f"{'-'.join(map(str, job))}.running")
+            try:
+                with lock.acquire(blocking=False):
+                    if job in set(study.jobs()):
+                        study.run(job)
+                        break  # what is most urgent may have changed
+            except Timeout:
+                continue  # another worker makes it
+        else:
+            time.sleep(1)
 
 
 def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:

@@ -128,20 +128,21 @@ def _words(intent: str) -> str:
     return intent.lower().replace("_", " ")
 
 
-def build(source: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def build(source: Path, held_out_rows: int = HELD_OUT) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """
     Rows `{"prompt", "completion", "domain"}` of all tasks, for training and held out, drawn at random from those that
     are short enough. No held-out question is a training question, too.
 
     Args:
         source: the folder of the files.
+        held_out_rows: at most, of each task.
     """
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
     for task, read in TASKS.items():
         seen: set[str] = set()
-        for rows, pairs, count in zip((train, held_out), read(source), (TRAIN, HELD_OUT), strict=True):
+        for rows, pairs, count in zip((train, held_out), read(source), (TRAIN, held_out_rows), strict=True):
             pairs = [p for p in dict.fromkeys(pairs) if p[0] not in seen and _length(tokenizer, p) <= LONGEST]
             seen |= {question for question, _ in pairs}
             random.Random(0).shuffle(pairs)
@@ -157,9 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="rows of a task, where it has as many")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "test"), build(args.source), strict=True):
+    for name, rows in zip(("train", "test"), build(args.source, args.held_out), strict=True):
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         (args.output / f"{name}.jsonl").write_text("".join(lines))
         print(f"{args.output / name}.jsonl: {len(rows)} rows")

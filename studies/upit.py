@@ -27,7 +27,6 @@ import hashlib
 import json
 import math
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from scipy import stats
@@ -55,7 +54,7 @@ from moe_peft.utils.io import hash_file
 from .differences import Difference, paired_difference, plot_differences
 from .exact_match import measure
 from .rates import best_rate, next_rate
-from .runs import Ledger, parser, score_answers_only, start_workers
+from .runs import Ledger, parser, score_answers_only, start_workers, work
 from .short_tasks import TASKS
 
 RECIPE = Path(__file__).with_suffix(".yaml")
@@ -299,22 +298,6 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _parameters(adapter: Path) -> int:
     with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
         return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-
-
-def work(study: Study) -> None:
-    """Make runs until none is missing, beside other workers that do the same."""
-    while not study.is_complete():
-        for job in study.jobs():
-            lock = FileLock(study.work / f"{'-'.join(map(str, job))}.running")
-            try:
-                with lock.acquire(blocking=False):
-                    if job in set(study.jobs()):
-                        study.run(job)
-                        break  # what is most urgent may have changed
-            except Timeout:
-                continue  # another worker makes it
-        else:
-            time.sleep(5)
 
 
 # --- report ----------------------------------------------------------------------------------------------------------

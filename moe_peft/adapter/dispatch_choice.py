@@ -59,13 +59,15 @@ class Crossovers:
     grouped: tuple[torch.dtype, ...] = ()
 
 
-# The CPU's are measured (`python -m benchmarks.dispatch`). A GPU's come from a roofline of an H100
-# (`python -m benchmarks.launches --methods`), until one has been measured (`python -m benchmarks.gpu`).
+# Measured: the CPU's (`python -m benchmarks.dispatch`), and an H100's columns, of which 512 were the most that were tried
+# (`python -m benchmarks.gpu`). There copies were fastest up to 128 pairs, where a launch is what takes time; but in a
+# CUDA graph, as vLLM has them, their bytes are. So 32, as other GPUs' values, from a roofline of an H100 (`python -m
+# benchmarks.launches --methods`).
 _GPU = Crossovers(columns=512, pair_columns=256, pairs=32, narrow_pairs=32)
 DEVICES = {
     "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=4),
     "gpu": _GPU,
-    "cuda 9": replace(_GPU, grouped=(torch.bfloat16,)),  # H100, H200
+    "cuda 9": replace(_GPU, pair_columns=512, grouped=(torch.bfloat16,)),  # H100, H200
     "cuda 10": replace(_GPU, grouped=(torch.bfloat16,)),  # B200
 }
 

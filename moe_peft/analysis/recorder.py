@@ -6,8 +6,10 @@ Legend: B rows, S positions, T = B·S tokens, L layers, n experts, D domains, C 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -192,6 +194,15 @@ class RoutingStatistics:
         """Domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
         return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True).clamp(min=1) for i in seen}
+
+    def _repr_png_(self) -> bytes:
+        """In a notebook: where each domain's tokens go."""
+        from .figures import plot_shares
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "load.png")
+            plot_shares(self.shares(), path, "Where the tokens go", self.expert_map, self.sizes)
+            return path.read_bytes()
 
     def effective(self) -> dict[str, torch.Tensor]:
         """Domain → the mean effective number of experts per token and layer, [L]; only for domains with tokens."""

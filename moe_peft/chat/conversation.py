@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
+from markupsafe import Markup
 from peft import PeftModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -20,6 +21,7 @@ from ..models.introspection import base_model, expert_names, text_config
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts
 from ..utils.messages import InputError, one_line
+from .markup import STYLE, legend, painted
 from .routes import Routes, record_routes
 
 Kind = Literal["auto", "expert", "forbid", "base"]
@@ -62,6 +64,17 @@ class Answer:
     def remark(self) -> str:
         """Why it ended, unless the model ended it."""
         return {"end": "", "length": f"cut after {len(self.tokens)} tokens", "stopped": "stopped"}[self.ending]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: its tokens in the colors of their experts, of the most decisive layer."""
+        routes = self.routes
+        if routes is None or not self.tokens:
+            return Markup('<p style="white-space: pre-wrap">{}</p>').format(self.text)
+        router = routes.most_decisive
+        return Markup('<style>{}</style><p class="tokens">{}</p><p class="legend">{} · {}, {}</p>').format(
+            Markup(STYLE), painted(self.tokens, routes, router), legend(routes, router), routes.measure,
+            routes.layers[router],
+        )  # fmt: skip
 
     def runs(self, router: int | None) -> list[tuple[str, int]]:
         """

@@ -30,7 +30,8 @@ def results(mlp: torch.nn.Module, x: torch.Tensor, method: str) -> list[torch.Te
 
 
 @pytest.mark.parametrize("num_experts, r, top_k", [(8, 8, 2), (16, 16, 2), (16, 16, 3)])  # 16·16: not all at once
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 5e-2), (torch.float16, 2e-2)])
+# bfloat16 has three bits fewer than float16. Of one token the router's gradient is a difference of two experts.
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.float16, 2e-2), (torch.bfloat16, 16e-2)])
 @pytest.mark.parametrize("mixing", ["output", "projection"])
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 def test_all_ways_of_computing_agree(

@@ -27,6 +27,8 @@ from tests.helpers.router_kinds import ROUTER_KINDS
 
 T, N, K, D = 24, 6, 2, 64
 KINDS = ["gpu", "cuda 9"]
+# Tensors without values may be on any devices, but those of a GPU that is there must be there, too.
+OTHERS = "xpu" if torch.cuda.is_available() else "cuda"
 # Without a deterministic kernel on CUDA, by the documentation of torch.use_deterministic_algorithms.
 NOT_DETERMINISTIC = {
     "adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "bincount", "histc",
@@ -161,9 +163,9 @@ def moved(module: torch.nn.Module, device: str) -> torch.nn.Module:
 
 def test_a_hash_router_on_another_device_than_the_token_ids():
     with FakeTensorMode(), OneDevice():
-        router = moved(make_router(D, N, RouterSettings("hash")), "cuda:1")
-        ids = torch.zeros(T, dtype=torch.long, device="cuda:0")
-        assert router(torch.empty(T, D, device="cuda:1"), ids).device == torch.device("cuda:1")
+        router = moved(make_router(D, N, RouterSettings("hash")), f"{OTHERS}:1")
+        ids = torch.zeros(T, dtype=torch.long, device=f"{OTHERS}:0")
+        assert router(torch.empty(T, D, device=f"{OTHERS}:1"), ids).device == torch.device(f"{OTHERS}:1")
 
 
 @pytest.mark.parametrize("router_type", ["linear", "sigmoid", "mlp", "attention", "locmoe"])
@@ -171,17 +173,17 @@ def test_biases_on_another_device_than_the_logits_that_the_loss_counts(router_ty
     """A trainer brings the logits of all layers to the first one's device."""
     settings = RouterSettings(router_type, bias_update_rate=0.001, attention_size=24)
     with FakeTensorMode(), OneDevice():
-        routers = [moved(make_router(D, N, settings), f"cuda:{i}") for i in (0, 1)]
-        logits = [torch.empty(T, N, device="cuda:0") for _ in routers]
+        routers = [moved(make_router(D, N, settings), f"{OTHERS}:{i}") for i in (0, 1)]
+        logits = [torch.empty(T, N, device=f"{OTHERS}:0") for _ in routers]
         chosen = counted_experts(routers, logits, [K, K])
         assert chosen is not None
-        assert balancing_loss(logits, K, chosen=chosen).device == torch.device("cuda:0")
+        assert balancing_loss(logits, K, chosen=chosen).device == torch.device(f"{OTHERS}:0")
 
 
 def test_steering_goes_to_the_device_of_each_layer_once():
     model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=N))
     layers = [layer.module for layer in routed_layers(model)]
-    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    devices = [torch.device(f"{OTHERS}:0"), torch.device(f"{OTHERS}:1")]
     with FakeTensorMode(), OneDevice():
         for layer, device in zip(layers, devices, strict=True):
             moved(layer, str(device))

@@ -166,8 +166,10 @@ def test_low_cpu_mem_usage_loads_the_same_values_and_leaves_none_on_the_meta_dev
     model = adapted(**KINDS[kind])
     scramble_head(model)
     model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path, low_cpu_mem_usage=True)
-    loaded.load_adapter(tmp_path, "again", low_cpu_mem_usage=True)
+    # Where there is a GPU, PEFT reads to it, and leaves modules_to_save of a model on the CPU there.
+    options = {"low_cpu_mem_usage": True, "torch_device": "cpu"}
+    loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path, **options)
+    loaded.load_adapter(tmp_path, "again", **options)
     assert {p.device.type for p in loaded.parameters()} == {"cpu"}
     values = dict(model.named_parameters())
     for name in ("default", "again"):

@@ -8,7 +8,7 @@ from .analysis.recorder import record_routing
 from .combine.experts import put_expert
 from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
-from .models.gates import fold_routers
+from .models.gates import fold_routers, pick_experts
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts
@@ -39,6 +39,7 @@ __all__ = [
     "init_attention_routers",
     "init_gates",
     "lora_to_moe",
+    "pick_experts",
     "pin_dispatch",
     "prune_experts",
     "put_expert",

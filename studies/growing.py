@@ -66,7 +66,8 @@ ARRIVALS = (2, 4, 8)  # after which tables say what came out
 LABELS = {
     "own": "its own LoRA for each row", "joint 64": "joint LoRA, rank 64", "joint": "joint LoRA",
     "picked 480": "picked by its prompt, of all rows", "picked": "picked by its prompt",
-    "mixture 480": "mixture, ridge gates of all rows", "mixture": "mixture, ridge gates", "replay": "one LoRA in turn, 10 % replay",
+    "mixture 480": "mixture, ridge gates of all rows", "mixture": "mixture, ridge gates",
+    "replay": "one LoRA in turn, 10 % replay",
     "mean": "mean of the LoRAs", "in turn": "one LoRA in turn", "wrong": "the next task's LoRA",
 }  # fmt: skip
 
@@ -105,17 +106,17 @@ class Growing:
     # --- what is to be done ------------------------------------------------------------------------------------------
 
     def jobs(self) -> Iterator[Job]:
-        """Runs that are missing and can be made now, the longest first."""
+        """Runs that are missing and can be made now, the most urgent first."""
         done = {Job(*(run[key] for key in Job._fields)) for run in self.ledger.records(finished=True)}
         for seed in SEEDS:
-            wanted = [Job(seed, "joint 64", "alphabet", len(TASKS)), Job(seed, "joint", "alphabet", len(TASKS))]
-            for order in ORDERS:
-                wanted += [Job(seed, "replay", order), Job(seed, "in turn", order)]
-                wanted.append(Job(seed, "joint", order, len(TASKS) // 2))
             trainings = [Job(seed, f"train {task}") for task in TASKS]
+            wanted = [*trainings]
             if done.issuperset(trainings):
                 wanted += [Job(seed, "mixtures", order) for order in ORDERS]
-            yield from (job for job in [*trainings, *wanted] if job not in done)
+            wanted += [Job(seed, way, order) for way in ("in turn", "replay") for order in ORDERS]
+            wanted += [Job(seed, "joint", order, len(TASKS) // 2) for order in ORDERS]
+            wanted += [Job(seed, way, "alphabet", len(TASKS)) for way in ("joint", "joint 64")]
+            yield from (job for job in wanted if job not in done)
 
     def is_complete(self) -> bool:
         return next(self.jobs(), None) is None

@@ -48,6 +48,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoESFTConfig, MoESFTTrainer, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.layers import MoELoraLinear
+from moe_peft.analysis.figures import plot_bars
 from moe_peft.combine.held_out import picked_experts
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.gates import uniform_gates
@@ -304,8 +305,14 @@ CONTRASTS = (
 )
 
 
+BARS = {
+    "base": "base", "mean of the adapters": "mean of the adapters", "ridge, k = 1": "mixture, ridge gates",
+    "picked by its prompt": "one picked by the prompt", "own": "the task's own adapter",
+}  # fmt: skip
+
+
 def report(ledger: Ledger) -> None:
-    """`results/lora_kinds.md`"""
+    """`results/lora_kinds.md` and its figure"""
     runs = [run for run in ledger.records() if "tasks" in run]
     lines = [HEAD]
     for kind in KINDS:
@@ -331,6 +338,13 @@ def report(ledger: Ledger) -> None:
             cells = ", ".join(f"{difference:+.3f}" for difference in differences)
             lines.append(f"| {kind} | {a} | {b} | {cells} |")
     RESULTS.joinpath("lora_kinds.md").write_text("\n".join(lines) + "\n")
+    bars = {
+        label: {task: _mean([run["tasks"][task][0] for run in of_way]) for task in TASKS}
+        for way, label in BARS.items()
+        if (of_way := [run for run in runs if (run["kind"], run["way"]) == ("FFN", way)])
+    }
+    title = "Four LoRA adapters of SmolLM2-135M as one model, not trained further:\nheld-out loss per answer token"
+    plot_bars(bars, RESULTS / "lora_kinds.png", title)
 
 
 def _mean(values: list[float]) -> float:

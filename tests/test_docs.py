@@ -110,6 +110,18 @@ def test_pages_have_the_numbers_of_the_study():
         assert any(pytest.approx(each, abs=0.06 if in_points else 6e-4) == difference for each in results), difference
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/combine.md"])
+def test_losses_and_shares_of_a_page_are_in_the_tables_of_results(page: str):
+    """A loss has three decimals, and a share of right answers is in a table."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("−", "-")
+    results = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "studies/results").glob("*.md"))
+    known = {f"{abs(float(number)):.3f}" for number in re.findall(r"\d\.\d{3,}", results)}
+    shown = re.findall(r"(?<![\d.])\d\.\d{3}(?!\d)", text)
+    assert shown and set(shown) <= known
+    shares = set(re.findall(r"(\d+) ?% (?=right|\|)", text))
+    assert shares <= set(re.findall(r"(\d+) ?%", results))
+
+
 def test_files_and_make_targets_that_pages_name_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     folders = "moe_peft|tests|benchmarks|studies|compatibility|recipes|examples|adapter|routing|native|utils"
@@ -127,12 +139,20 @@ def test_files_and_make_targets_that_pages_name_exist():
 def make_inputs() -> None:
     """
     What the pages assume: models under the names of published ones, a dataset under that of one on the hub, an adapter
-    with four experts, and data: rows with a text and its domain, preference pairs, and the demo's chats.
+    with four experts, LoRAs of two domains, and data: rows with a text and its domain, preference pairs, the demo's
+    chats.
     """
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     names = ("Qwen/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct", "code-model", "prose-model", "math-model")
     for seed, name in enumerate(names):
         save_chat_model(Path(name), seed)
     write_adapter("my-adapter", names[0])
+    for domain in ("code", "prose"):
+        lora = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(names[0]), lora)
+        model.save_pretrained(f"loras/{domain}")
     texts = {"code": "def f{0}(x):\n    return x + {0}", "prose": "Once upon a time, {0} boats lay in the harbour."}
     rows = [{"text": text.format(i), "domain": domain} for i in range(12) for domain, text in texts.items()]
     pairs = [{"prompt": row["text"], "chosen": " Yes, indeed.", "rejected": " No."} for row in rows]

@@ -59,10 +59,10 @@ class Crossovers:
     grouped: tuple[torch.dtype, ...] = ()
 
 
-# Measured: the CPU's (`python -m benchmarks.dispatch`), and an H100's columns, of which 512 were the most that were tried
-# (`python -m benchmarks.gpu`). There copies were fastest up to 128 pairs, where a launch is what takes time; but in a
-# CUDA graph, as vLLM has them, their bytes are. So 32, as other GPUs' values, from a roofline of an H100 (`python -m
-# benchmarks.launches --methods`).
+# Measured: the CPU's (`python -m benchmarks.dispatch`), and an H100's columns, of which 512 were the most that were
+# tried (`python -m benchmarks.gpu`). There copies were fastest up to 128 pairs, as launches take the time; but in a
+# CUDA graph, as vLLM has them, bytes do. So 32, as all values of other GPUs, from a roofline of an H100
+# (`python -m benchmarks.launches --methods`).
 _GPU = Crossovers(columns=512, pair_columns=256, pairs=32, narrow_pairs=32)
 DEVICES = {
     "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=4),

@@ -31,7 +31,7 @@ from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
 
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
-Attention: TypeAlias = Literal["route", "mean", "auto"]
+Attention: TypeAlias = Literal["route", "mean"]
 logger = logging.getLogger("moe_peft")
 _PREFIX = "base_model.model."
 # What a LoRA may have and an expert cannot: field → the value that means none of it, beside None and empty ones; why.
@@ -109,8 +109,7 @@ def lora_to_moe(
         adapters: folders of saved LoRA adapters, models holding one (its active adapter is taken), or what
             `expert_to_lora` returns.
         adapter_name: the new adapter's name.
-        attention: what becomes of the updates of linears outside FFNs: `"route"`; `"mean"`; or `"auto"`, their mean
-            where some adapter updates an FFN, which is routed.
+        attention: what becomes of the updates of linears outside FFNs: `"route"` or `"mean"`.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
     Returns:
@@ -155,8 +154,6 @@ def lora_to_moe(
     settings.setdefault("top_k", min(2, len(loras)))
     determined = _determined(loras, targets)
     averaged = outside_ffns(model, targets) if attention != "route" else set()
-    if averaged == targets.keys() and attention == "auto":
-        averaged = set()
     if averaged == targets.keys():
         raise InputError(
             "lora_to_moe: attention='mean': no adapter updates an FFN, so there is nothing to route; use 'route', or "

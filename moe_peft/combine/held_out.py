@@ -13,9 +13,9 @@ from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import averaged_linears
 from ..analysis.recorder import RoutingStatistics
-from ..models.gates import uniform_gates
-from ..models.introspection import base_passes, observed_routing
-from ..models.layer import AdapterLayer, adapter_layers, routed_layers
+from ..models.gates import pick_experts, uniform_gates
+from ..models.introspection import observed_routing
+from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts
 from ..training.scoring import Collator, example_losses, mean_loss
 
@@ -153,28 +153,11 @@ def _with_mean(losses: Losses) -> Losses:
     return {**losses, "mean": sum(losses.values()) / len(losses)}
 
 
-@torch.no_grad()
 def picked_experts(model: Any, rows: Dataset, collator: Collator, batch_size: int) -> list[int]:
-    """
-    One expert for each row, as a classifier in front of a server with one LoRA for a request picks it: the one with the
-    largest gate of a softmax, a mean over the tokens of the row's prompt (of a row without, over all) and over routers,
-    which see the base's hidden states.
-    """
-    layers = adapter_layers(model, None, "mix")
+    """The expert that each row's prompt picks, see `pick_experts`."""
     starts = range(0, len(rows), batch_size)
-    batches = ({**collator([*rows.select(range(i, min(i + batch_size, len(rows))))]), "start": i} for i in starts)
-    scores_BN = torch.zeros(len(rows), layers[0].num_experts, dtype=torch.float64)
-
-    def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
-        prompt_BS = mask_BS * (batch["labels"].to(mask_BS.device) == -100)
-        prompt_BS = torch.where(prompt_BS.any(1, keepdim=True), prompt_BS, mask_BS)
-        gates_BSN = layers[i].router(x_BSD.flatten(0, 1)).float().softmax(-1).view(*x_BSD.shape[:2], -1)
-        sum_BN = torch.einsum("bs,bsn->bn", prompt_BS.to(gates_BSN), gates_BSN)
-        own = slice(batch["start"], batch["start"] + len(sum_BN))
-        scores_BN[own] += (sum_BN / prompt_BS.sum(1, keepdim=True)).cpu().double()
-
-    base_passes(model, batches, [layer.module for layer in layers], add)
-    return scores_BN.argmax(1).tolist()
+    batches = (collator([*rows.select(range(i, min(i + batch_size, len(rows))))]) for i in starts)
+    return [expert for batch in batches for expert in pick_experts(model, batch).tolist()]
 
 
 @contextmanager

@@ -80,8 +80,8 @@ class MixSettings(Settings):
     )
     attention: Literal["route", "mean"] | None = Field(
         None,
-        description="what LoRAs on attention become: experts with a router for each linear, or one LoRA, their exact "
-        "mean, which can be exported; default: mean, or route where no adapter is on an FFN",
+        description="what LoRAs on attention become: route (default), experts with a router for each linear; or mean, "
+        "one LoRA, their exact mean, which can be exported",
     )
     mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
     add_to: Text | None = Field(None, description="a MoE-LoRA adapter that the one in --adapters becomes an expert of")
@@ -311,7 +311,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
         if mixture is None:
             top_k = settings.top_k or min(find_gate_init(settings.gates).top_k, len(paths))
-            mixing, attention = settings.mixing or "output", settings.attention or "auto"
+            mixing, attention = settings.mixing or "output", settings.attention or "route"
             model, changed = lora_to_moe(loaded, paths, attention=attention, top_k=top_k, mixing=mixing), None
         else:
             expert = settings.replace if settings.replace is not None else len(labels) - 1

@@ -1,9 +1,12 @@
-"""Sets the gates of a whole model: to given weights, to equivalent linear ones, or to 1/n for a while."""
+"""
+The gates of a whole model: sets them to given weights, to equivalent linear ones, or to 1/n for a while, and asks them
+which expert a text is for.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any, Literal, cast
@@ -13,7 +16,7 @@ from torch import nn
 
 from ..routing.routers import RouterSettings
 from ..utils.messages import InputError
-from .introspection import text_config
+from .introspection import base_passes, text_config
 from .layer import AdapterLayer, adapter_layers, native_layers, routed_layers
 
 # Fields of a native MoE's config while routers have replaced its gates: their settings, and what the gates did.
@@ -112,3 +115,47 @@ def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | No
         for layer in routed_layers(model):
             stack.enter_context(layer.with_uniform_gates(mixing))
         yield
+
+
+@torch.no_grad()
+def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """
+    The one expert of a mixture that each text is for: that with the largest gate of a softmax, a mean over the text's
+    tokens and over routers, which see the base's hidden states. With it, a server that has the mixture's adapters one
+    by one (vLLM's `--enable-lora`) gives each request the adapter that its prompt asks for.
+
+    Args:
+        batch: `input_ids` and `attention_mask`, [B, S]. Tokens with a label other than -100 in `labels` are an answer,
+            which does not count, unless a text has nothing else.
+
+    Returns:
+        Experts, int64 [B], on the CPU.
+
+    Example:
+
+    ```python
+    >>> from peft import AutoPeftModelForCausalLM
+    >>> from transformers import AutoTokenizer
+    >>> from moe_peft import force_experts, pick_experts
+    >>> model = AutoPeftModelForCausalLM.from_pretrained("my-adapter")
+    >>> tokenizer = AutoTokenizer.from_pretrained("my-adapter")
+    >>> prompt = tokenizer("def fibonacci(n):", return_tensors="pt")
+    >>> expert = int(pick_experts(model, prompt))
+    >>> with force_experts(model, expert):
+    ...     answer = model.generate(**prompt, max_new_tokens=2)
+    ```
+    """
+    layers = adapter_layers(model, None, "pick_experts")
+    scores_BN = torch.zeros(len(batch["input_ids"]), layers[0].num_experts, dtype=torch.float64)
+
+    def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
+        prompt_BS = mask_BS.bool()
+        if "labels" in batch:
+            prompt_BS = prompt_BS & (batch["labels"].to(mask_BS.device) == -100)
+            prompt_BS = torch.where(prompt_BS.any(1, keepdim=True), prompt_BS, mask_BS.bool())
+        gates_BSN = layers[i].router(x_BSD.flatten(0, 1)).float().softmax(-1).view(*x_BSD.shape[:2], -1)
+        sum_BN = torch.einsum("bs,bsn->bn", prompt_BS.to(gates_BSN), gates_BSN)
+        scores_BN.add_((sum_BN / prompt_BS.sum(1, keepdim=True)).cpu())
+
+    base_passes(model, [batch], [layer.module for layer in layers], add)
+    return scores_BN.argmax(1)

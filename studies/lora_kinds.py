@@ -26,6 +26,8 @@ Contrasts, as differences of the loss per answer token within a seed, and what i
    the mean and no worse than 0.05 above the joint LoRA.
 
 Three seeds give no intervals: a difference counts where all three have its sign.
+
+Added after the first results, with LoRAs on the FFN: gates from 64 and from 150 rows of each task (logic has no more).
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ class Job(NamedTuple):
 
 
 JOINT = ("joint LoRA", "mean, trained on", "ridge, trained on")
+MORE_TEXTS = (64, 150)
 
 
 class LoraKinds:
@@ -130,6 +133,8 @@ class LoraKinds:
                 yield from missing
                 if not missing and (kind, seed, "measured") not in done:
                     yield Job(kind, seed, "measure")
+                if not missing and kind == "FFN" and (kind, seed, f"ridge, {MORE_TEXTS[-1]} rows") not in done:
+                    yield Job(kind, seed, "more texts")
                 if not missing and kind == "FFN":
                     yield from (job for what in JOINT if (job := Job(kind, seed, what)) not in done)
 
@@ -141,6 +146,8 @@ class LoraKinds:
         if what == "measure":
             self.measure(kind, seed)
             self.ledger.add({"kind": kind, "seed": seed, "way": "measured"}, "all ways")
+        elif what == "more texts":
+            self.measure_more_texts(kind, seed)
         elif what in JOINT:
             self.train_jointly(kind, seed, what)
         else:
@@ -220,6 +227,16 @@ class LoraKinds:
                 if picked:
                     self._add_answers(kind, seed, picked, lambda m=model: self._by_row(m, self._pick(m)))
 
+    def measure_more_texts(self, kind: str, seed: int) -> None:
+        for task in TASKS:
+            if not self.folder(kind, task, seed).exists():  # the ledger may come from another machine
+                self.train(kind, task, seed)
+        model = lora_to_moe(self.load(), [self.folder(kind, task, seed) for task in TASKS], top_k=1).eval()
+        for rows in MORE_TEXTS:
+            self._set_gates(model, "ridge", seed, rows)
+            self._add_answers(kind, seed, f"picked, {rows} rows", lambda: self._by_row(model, self._pick(model)))
+            self._add_answers(kind, seed, f"ridge, {rows} rows", lambda: self._answers(model))
+
     def _merged(self, folders: list[Path], merge: str) -> Any:
         set_seed(0)  # dare_linear drops at random
         model = PeftModel.from_pretrained(self.load(), folders[0], adapter_name=TASKS[0])
@@ -229,12 +246,12 @@ class LoraKinds:
         model.set_adapter("merged")
         return model.eval()
 
-    def _set_gates(self, model: Any, gates: str, seed: int) -> None:
+    def _set_gates(self, model: Any, gates: str, seed: int, count: int = CALIBRATION) -> None:
         """Calibrate with the training rows that the seed draws of each task."""
         texts = [
             {**row, "expert": i}
             for i, rows in enumerate(self.train_rows.values())
-            for row in random.Random(seed).sample(rows, CALIBRATION)
+            for row in random.Random(seed).sample(rows, count)
         ]
         batches = calibration_batches(
             Dataset.from_list(texts), self.tokenizer, len(texts), max_length=LONGEST, columns=["expert"]

@@ -733,7 +733,7 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
             for key in ("learning_rate", "output_dir", "model_name_or_path", "max_length", "bf16", "use_cpu", "dtype",
                         "target_modules", "load_in_4bit", "use_peft", "r", "report_to", "dry_run")
         ),
-        ("report_to", "wandb", "report_to='wandb': "),
+        ("report_to", "comet_ml", "report_to='comet_ml': "),
         ("report_to", "nonsense", "report_to='nonsense': "),
         ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),
         ("optim_args", "foo", "optim_args='foo': "),

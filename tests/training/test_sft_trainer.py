@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -641,3 +642,12 @@ def test_evaluation_balances_each_process_by_itself(tokenizer, tmp_path, monkeyp
     trainer.model.train()
     trainer.compute_loss(trainer.model, dict(batch))
     assert asked
+
+
+def test_lora_plus_gives_b_matrices_their_rate_and_routers_that_of_a():
+    model = make_model()
+    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    rates = {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates == {name: 16e-3 if "moe_lora_B" in name else 1e-3 for name in names.values()}
+    assert any("moe_lora_router" in name for name in rates)

@@ -91,7 +91,7 @@ def put_expert(
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_experts)]
     loras += [adapter] if expert is None else []
     routes = any(isinstance(model.get_base_model().get_submodule(path), MoELoraLinear) for path in gates)
-    result = lora_to_moe(model.unload(), loras, attention="route" if routes else "auto", **settings)
+    result = lora_to_moe(model.unload(), loras, attention="route" if routes else "mean", **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())

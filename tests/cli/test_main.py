@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,3 +356,18 @@ def test_another_program_gets_its_own_quiet(monkeypatch):
     monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append(command))
     main(["exec", "--", sys.executable, "program.py", "--quiet"])
     assert started[0][1:] == ["program.py", "--quiet"]
+
+
+def test_recipes_are_listed_and_copied(tmp_path, capsys):
+    main(["recipes"])
+    assert "sft/qwen3-0.6b" in capsys.readouterr().out
+    main(["recipes", "sft/qwen3-0.6b", "--output", str(tmp_path / "new")])
+    root = Path(__file__).parents[2] / "recipes" / "sft"
+    for suffix in (".md", ".yaml"):
+        assert (tmp_path / "new" / f"qwen3-0.6b{suffix}").read_bytes() == (root / f"qwen3-0.6b{suffix}").read_bytes()
+    for arguments, line in (
+        (["sft/qwen3-0.6b", "--output", str(tmp_path / "new")], "exists"), (["sft/nothing"], "NAME='sft/nothing'"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(["recipes", *arguments])
+        assert line in capsys.readouterr().err

@@ -58,10 +58,10 @@ def train(logger: str) -> None:
         disable_tqdm=True,
     )  # fmt: skip
     config = MoELoraConfig(num_experts=2, top_k=1, r=2, task_type="CAUSAL_LM")
+    data, tokenizer = Dataset.from_list(rows), word_tokenizer(model_max_length=64)
     trainer = MoESFTTrainer(
-        tiny_llama(vocab=128), args, train_dataset=Dataset.from_list(rows), processing_class=word_tokenizer(model_max_length=64),
-        peft_config=config,
-    )  # fmt: skip
+        tiny_llama(vocab=128), args, train_dataset=data, processing_class=tokenizer, peft_config=config
+    )
     trainer.train()
     if logger == "wandb":
         import wandb

@@ -1,0 +1,57 @@
+"""`moe-peft recipes`: settings to start from, which come with the package."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+from ..utils.messages import InputError, choice_error
+
+
+def recipe_files() -> dict[str, list[Path]]:
+    """Name, such as `sft/qwen3-0.6b`, → its files, settings and the note on them: of a checkout, or as installed."""
+    checkout = Path(__file__).parents[2] / "recipes"
+    if checkout.is_dir():
+        files = [path for path in checkout.rglob("*") if path.is_file()]
+    else:
+        installed = metadata.files("moe-peft-hf") or []
+        files = [Path(str(file.locate())).resolve() for file in installed if "recipes" in file.parts]
+    found: dict[str, list[Path]] = {}
+    for path in sorted(files):
+        if path.suffix in (".yaml", ".md", ".py"):
+            found.setdefault(f"{path.parent.name}/{path.stem}", []).append(path)
+    return found
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog,
+        usage="moe-peft recipes [NAME] [--output FOLDER]",
+        description="List the recipes that come with the package, or copy one, with the note on it.",
+        epilog="example:\n  moe-peft recipes sft/qwen3-0.6b",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy; without it, all are listed")
+    result.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="where to; default: here")
+    return result
+
+
+def run(options: argparse.Namespace) -> None:
+    recipes = recipe_files()
+    if options.name is None:
+        width = max(map(len, recipes))
+        for name, paths in recipes.items():
+            notes = [path.read_text(encoding="utf-8").partition("\n")[0] for path in paths if path.suffix == ".md"]
+            print(f"{name:{width}}  {''.join(notes).removeprefix('# ')}".rstrip())
+        return
+    if options.name not in recipes:
+        raise InputError(choice_error("NAME", options.name, recipes))
+    options.output.mkdir(parents=True, exist_ok=True)
+    targets = [options.output / path.name for path in recipes[options.name]]
+    if there := next((target for target in targets if target.exists()), None):
+        raise InputError(f"{there}: exists; move it away, or name another folder (--output)")
+    for path, target in zip(recipes[options.name], targets, strict=True):
+        shutil.copyfile(path, target)
+        print(target)

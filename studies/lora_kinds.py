@@ -323,8 +323,8 @@ CONTRASTS = (
 
 
 BARS = {
-    "base": "base", "mean of the adapters": "mean of the adapters", "ridge, k = 1": "mixture, ridge gates",
-    "picked by its prompt": "one picked by the prompt", "own": "the task's own adapter",
+    "mean of the adapters": "mean of the LoRAs", "ridge, k = 1": "mixture, ridge gates",
+    "picked by its prompt": "picked by its prompt", "own": "each its own LoRA",
 }  # fmt: skip
 
 
@@ -360,7 +360,9 @@ def report(ledger: Ledger) -> None:
         for way, label in BARS.items()
         if (of_way := [run for run in runs if (run["kind"], run["way"]) == ("FFN", way)])
     }
-    title = "Four LoRA adapters of SmolLM2-135M as one model, not trained further:\nheld-out loss per answer token"
+    title = (
+        "Four LoRAs of SmolLM2-135M as one model, not trained further:\nheld-out loss per answer token, lower is better"
+    )
     plot_bars(bars, RESULTS / "lora_kinds.png", title)
 
 

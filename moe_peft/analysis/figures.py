@@ -45,6 +45,12 @@ _METHODS = {
     "mean": ("mean of the checkpoints", "#f0e442"),
     "checkpoints": ("checkpoints", "#d55e00"),
 }
+# The same of the ways to use several adapters, which have no other names.
+_WAYS = {
+    "mixture": "#0072b2", "mean of the adapters": "#f0e442", "mean of four LoRAs": "#f0e442",
+    "mean of the LoRAs": "#f0e442", "one LoRA for all": "#e69f00", "one LoRA in turn": "#e69f00",
+    "picked by its prompt": "#cc79a7", "each its own LoRA": "#333333", "its own LoRA for each row": "#333333",
+}  # fmt: skip
 
 
 def method_name(method: str) -> str:
@@ -54,7 +60,7 @@ def method_name(method: str) -> str:
 
 def method_color(name: str) -> str | None:
     """A method's color; of a variant such as "UpIT, random routers" its method's. None for another name."""
-    return dict(_METHODS.values()).get(name.partition(",")[0])
+    return {**dict(_METHODS.values()), **_WAYS}.get(name.partition(",")[0])
 
 
 # --- where tokens go --------------------------------------------------------------------------------------------------

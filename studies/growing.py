@@ -169,7 +169,8 @@ class Growing:
     def note(self, job: Job, way: str, tasks: Sequence[str], found: list[Answer]) -> None:
         """A measurement after the arrival of the last of the tasks."""
         record = {"seed": job.seed, "order": job.order, "way": way, "arrived": len(tasks), **by_task(found)}
-        self.ledger.add({**record, "finished": False}, f"{record['loss']:.3f}")
+        if not self.ledger.records(finished=False, seed=job.seed, order=job.order, way=way, arrived=len(tasks)):
+            self.ledger.add({**record, "finished": False}, f"{record['loss']:.3f}")
 
     def in_turn(self, job: Job) -> None:
         """One LoRA for all tasks, which learns one after the other."""
@@ -246,8 +247,8 @@ def report(ledger: Ledger) -> str:
         f"run. SmolLM2-135M-Instruct, eight domains of clinc150, {len(SEEDS)} seeds, two orders. Loss per answer token "
         "and right answers, means over the tasks that have arrived; in brackets the range over seeds.",
         "",
-        "| way | loss after 2 | after 4 | after 8 | right answers after 2 | after 4 | after 8 |",
-        f"|{'---|' * 7}",
+        "| way | seeds | loss after 2 | after 4 | after 8 | right answers after 2 | after 4 | after 8 |",
+        f"|{'---|' * 8}",
     ]
     for way, label in LABELS.items():
         cells = [
@@ -255,9 +256,10 @@ def report(ledger: Ledger) -> str:
             for measure, form in (("loss", "{:.3f}"), ("exact", "{:.0%}"))
             for arrived in ARRIVALS
         ]
-        lines.append(f"| {' | '.join([label, *cells])} |")
+        seeds = len({run["seed"] for run in runs if (run["way"], run["arrived"]) == (way, len(TASKS))})
+        lines.append(f"| {' | '.join([label, str(seeds), *cells])} |")
     lines += ["", "| after all eight: A − B | loss, by seed |", "|---|---|"]
-    for other in ("own", "picked 480", "mixture 480", "picked", "joint", "joint 64", "mean", "replay", "in turn"):
+    for other in ("own", "picked", "picked 480", "mixture 480", "joint", "joint 64", "mean", "replay", "in turn"):
         pairs = [[_seed_mean(runs, way, len(TASKS), seed, "loss") for seed in SEEDS] for way in (other, "mixture")]
         cells = ", ".join(f"{a - b:+.3f}" for a, b in zip(*pairs, strict=True) if a is not None and b is not None)
         lines.append(f"| {LABELS[other]} − {LABELS['mixture']} | {cells} |")

@@ -73,7 +73,7 @@ class MixSettings(Settings):
     prompts: dict[Text, Prompts] | None = Field(
         None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
     )
-    calibration_examples: Count = Field(64, description="of each expert")
+    calibration_examples: Count = Field(256, description="of each expert")
     test_examples: Count = Field(64, description="of each expert")
     top_k: Count | None = Field(
         None, description="experts per token; default: 1, or 2 with gates=prompts and with models"

@@ -312,3 +312,12 @@ def test_specialization_is_what_goes_elsewhere_than_the_average_domains():
         statistics.update([eye[of_layer] for of_layer in experts], torch.ones(1, 4), None)
     # Layer 0 shares nothing: half of each domain's assignments differ from the mean of both. Layer 1 is the same.
     assert {d: of_L.tolist() for d, of_L in statistics.specialization().items()} == {"a": [0.5, 0], "b": [0.5, 0]}
+
+
+def test_in_a_notebook_statistics_are_their_figure(tmp_path):
+    model = routed_model("adapter")
+    with torch.no_grad(), record_routing(model, DOMAINS, MAP) as statistics:
+        statistics.current = ["code", "prose", "code"]
+        model(ids(), attention_mask=mask())
+    plot_shares(statistics.shares(), tmp_path / "load.png", "Where the tokens go", MAP, statistics.sizes)
+    assert statistics._repr_png_() == (tmp_path / "load.png").read_bytes()

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
-from moe_peft.chat import Conversation, record_routes
+from moe_peft.chat import Answer, Conversation, Routes, record_routes
 from moe_peft.combine.mix import MixSettings, mix
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.introspection import observed_routing
@@ -175,6 +175,15 @@ def test_a_model_without_routers_answers_and_cannot_be_steered(kind, folder, tok
     if kind == "dense":
         with pytest.raises(InputError, match="no adapter"):
             conversation.steer("base")
+
+
+def test_in_a_notebook_an_answer_has_the_colors_of_its_experts():
+    experts_LTK = torch.tensor([[[0], [1]]])
+    routes = Routes(experts_LTK, torch.ones(1, 2, 1), "gates", ["layers.0.mlp"], ["law", "<b>"])
+    page = Answer("Who?", ["The ", "<law>"], routes, "auto", "end")._repr_html_()
+    assert '<span class="c0" title="law 100 %">The </span>' in page
+    assert "&lt;law&gt;</span>" in page and "&lt;b&gt;" in page and "<b>" not in page
+    assert Answer("Who?", ["<law>"], None, "base", "end")._repr_html_().count("&lt;law&gt;") == 1
 
 
 def test_turns_are_the_template_of_the_whole_history(folder, tokenizer):

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 from peft import PeftModel
 
-from ..utils.messages import InputError
+from ..utils.messages import InputError, install
 from .conversation import Answer, Conversation, Kind
 from .markup import STYLE, legend, painted
 from .routes import router_names
@@ -179,7 +179,7 @@ def import_gradio() -> Any:
     try:
         import gradio
     except ImportError as error:
-        raise InputError(f"{error}; install the web extra: pip install 'moe-peft-hf[web]'") from error
+        raise InputError(f"{error}; install the web extra: {install('web')}") from error
     return gradio
 
 

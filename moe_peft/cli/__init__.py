@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..utils.lazy_imports import when_imported
-from ..utils.messages import InputError, choice_error
+from ..utils.messages import InputError, choice_error, install
 from ..utils.plugins import load_plugins
 from .commands import COMMANDS as COMMANDS
 from .commands import Command as Command
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 return
             module = import_module(command.module, __name__)
         except ImportError as error:
-            raise InputError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
+            raise InputError(f"{error}; install the training extra: {install('train')}") from error
         if quiet:
             _hide_progress()  # before training arguments are made, which look
         logging.basicConfig(format="%(message)s")

@@ -10,7 +10,7 @@ from pydantic import Field
 from ..models.gate_init import GATE_INITS
 from ..native import UpcycleConfig, upcycle
 from ..utils.loading import read_tokenizer
-from ..utils.messages import InputError
+from ..utils.messages import InputError, install
 from ..utils.validation import Count, Text, Texts
 from .settings import SettingsParser, settings_of
 
@@ -69,7 +69,7 @@ def _batches(settings: Any) -> list[dict[str, Any]]:
         from ..training.data import check_rows, load_data
         from ..training.preparation import calibration_batches
     except ImportError as error:
-        raise InputError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
+        raise InputError(f"{error}; install the training extra: {install('train')}") from error
     data = load_data(settings.calibration, "--calibration", None)
     tokenizer = read_tokenizer(settings.model[0], f"--calibration: {settings.model[0]!r}")
     check_rows(data, "--calibration", tokenizer)

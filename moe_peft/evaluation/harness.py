@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from ..training.scoring import to_device
-from ..utils.messages import InputError, one_line
+from ..utils.messages import InputError, install, one_line
 from ..utils.settings import Range, check_settings, setting
 
 
@@ -146,7 +146,7 @@ def _load_tasks(settings: TaskSettings) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise InputError(f"{error}; install the evaluation extra: pip install 'moe-peft-hf[eval]'") from error
+        raise InputError(f"{error}; install the evaluation extra: {install('eval')}") from error
     names = list(settings.tasks)
     if all(Path(name).is_file() or not set("*?[") & set(name) for name in names):
         manager = TaskManager(include_path=settings.include_path, include_defaults=False)

@@ -24,7 +24,7 @@ from transformers.utils.logging import tqdm
 
 from ..utils.io import atomic_write, read_json
 from ..utils.loading import check_tokenizer, read_tokenizer
-from ..utils.messages import InputError, choice_error
+from ..utils.messages import InputError, choice_error, install
 from .engines import INTERLEAVED, architecture, inexact, sliding_window
 from .expert_init import FFN
 from .export import adapted_moe
@@ -75,7 +75,7 @@ def export_gguf(
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
         from gguf.quants import quantize
     except ImportError as error:
-        raise InputError(f"{error}; install the extra: pip install 'moe-peft-hf[gguf]'") from error
+        raise InputError(f"{error}; install the extra: {install('gguf')}") from error
     if dtype is not None and dtype not in TYPES:
         raise InputError(choice_error("dtype", dtype, TYPES))
     output = Path(output).expanduser()

@@ -7,6 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
+def install(extra: str) -> str:
+    """How the package is installed with an extra. Its name on PyPI is not taken yet, so that is from a clone."""
+    return f"pip install '.[{extra}]' in a clone of moe_peft"
+
+
 class InputError(ValueError):
     """What a user has given (a setting, a file, data, a folder) cannot be right; commands print its line alone."""
 

@@ -173,7 +173,7 @@ def test_what_is_wrong_is_told_and_changes_nothing(begin):
         (["--port", "80"], "port=80: is for the page; add --web"),
         (["--host", "0.0.0.0"], "host='0.0.0.0': is for the page; add --web"),
         (["--web", "--port", "99999"], "port=99999"),
-        (["--web"], "install the web extra: pip install 'moe-peft-hf[web]'"),
+        (["--web"], "install the web extra: pip install '.[web]' in a clone of moe_peft"),
     ],
 )
 def test_settings_of_a_page_that_cannot_be_are_one_line(flags, line, folder, monkeypatch, capsys):

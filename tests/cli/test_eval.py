@@ -375,7 +375,7 @@ def test_without_the_harness_the_extra_is_named(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main(["eval", "--model", str(folder / "adapter"), "--tasks", "toy_a"])
     assert end.value.code == 2
-    assert "pip install 'moe-peft-hf[eval]'" in capsys.readouterr().err
+    assert "pip install '.[eval]'" in capsys.readouterr().err
 
 
 def test_figure_shows_what_is_better_and_worse_than_the_model_within_a_task(tmp_path, monkeypatch):

@@ -216,7 +216,7 @@ def test_without_the_training_extra_a_file_ends_with_one_line(tmp_path, monkeypa
         main(["sft", "--config", str(tmp_path / "run.yaml")])
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("pip install 'moe-peft-hf[train]'")
+    assert line.endswith("pip install '.[train]' in a clone of moe_peft")
 
 
 @pytest.mark.parametrize("rank", ["", "x"])

@@ -323,8 +323,8 @@ CONTRASTS = (
 
 
 BARS = {
-    "mean of the adapters": "mean of the LoRAs", "ridge, k = 1": "mixture, ridge gates",
-    "picked by its prompt": "picked by its prompt", "own": "each its own LoRA",
+    "mean of the adapters": "mean of the LoRAs", "ridge, 150 rows": "mixture, ridge gates",
+    "picked, 150 rows": "picked by its prompt", "own": "each its own LoRA",
 }  # fmt: skip
 
 

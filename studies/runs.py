@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from trl import SFTConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
 
 
 class Ledger:
@@ -33,12 +34,12 @@ class Ledger:
 
     def add(self, record: dict[str, Any], note: str) -> None:
         """Add a run and the device that made it, and print what it was and a note."""
-        record = {**record, "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"}
+        values = ", ".join(str(value) for value in record.values() if not isinstance(value, list | dict))
+        record = {**record, "device": DEVICE_NAME}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, f"{json.dumps(_rounded(record))}\n".encode())  # at once: other workers add lines, too
         os.close(file)
-        values = ", ".join(str(value) for value in record.values() if not isinstance(value, list | dict))
         print(f"{time.strftime('%H:%M:%S')} {values}: {note}", flush=True)
 
 

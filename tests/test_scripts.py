@@ -54,7 +54,7 @@ def test_jobs_are_interleaved_in_another_order_each_round():
 
 
 def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
-    from studies.runs import Ledger
+    from studies.runs import DEVICE_NAME, Ledger
 
     ledger = Ledger(tmp_path / "results" / "runs.jsonl")
     assert ledger.records() == []
@@ -65,7 +65,7 @@ def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
     assert len(again.records(method="UpIT")) == 2 and again.records(order="blocks") == []
     assert "iid, 0, UpIT, 0.1: fine" in capsys.readouterr().out
     ledger.add({"seed": 1, "rate": 1e-3 / 64}, "")  # a small rate is not rounded
-    assert again.records()[-1] == {"seed": 1, "rate": 1.5625e-05}
+    assert again.records()[-1] == {"seed": 1, "rate": 1.5625e-05, "device": DEVICE_NAME}
 
 
 def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
@@ -183,7 +183,7 @@ def test_the_gpu_benchmark_goes_on_where_it_stopped_and_suggests_constants(tmp_p
     first = gpu.run(gpu.SMALL, ledger, rounds=2, minutes=60)
     written = ledger.read_text()
     names = [json.loads(line)["name"] for line in written.splitlines()]
-    assert names[:2] == ["output 4/2/8", "projection 4/2/8"] and len(names) == 4
+    assert names[1:3] == ["output 4/2/8", "projection 4/2/8"] and len(names) == 4
     monkeypatch.setattr(gpu, "measure", None)
     assert gpu.run(gpu.SMALL, ledger, rounds=2, minutes=60) == first == (tmp_path / "gpu.md").read_text()
     assert ledger.read_text() == written

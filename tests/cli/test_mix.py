@@ -49,11 +49,11 @@ def test_without_data_it_says_so_and_where_the_mixture_cannot_go(case, tmp_path,
         write_lora(tmp_path / name, case / "base", 5, ["q_proj", "up_proj"])
     adapters = [str(tmp_path / name) for name in "ab"]
     options = {"adapters": adapters, "gates": "arrow", "data": None, "label-column": None}
-    main(command(case, tmp_path / "out", attention="route", **options))
+    main(command(case, tmp_path / "out", **options))
     printed = capsys.readouterr().out
     assert "not evaluated: give --data" in printed
     assert "vLLM: vllm serve" in printed and "no export to a native MoE or GGUF: " in printed
-    main(command(case, tmp_path / "mean", **options))
+    main(command(case, tmp_path / "mean", attention="mean", **options))
     assert "no export to a native MoE or GGUF: router_type='arrow'" in capsys.readouterr().out
 
 

@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -44,6 +46,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.routing.routers import ROUTERS, Router
 from moe_peft.training.preparation import preparation, tokenized
 from moe_peft.utils.io import hash_file
 
@@ -93,7 +96,7 @@ METHODS = {
     "4/16/4": Method("4/16/4", 4, 16, 4),
     "2/32/8": Method("2/32/8", 2, 32, 8),
     "1/64/16": Method("1/64/16", 1, 64, 16),
-    "unscaled": Method("8/8/2, alpha/r = 2 (today's default)", 8, 8, 2, alpha=16),
+    "unscaled": Method("8/8/2, alpha/r = 2 (the default before this study)", 8, 8, 2, alpha=16),
     "lora_kr": Method("LoRA, rank k·r", 16),
     "lora_nr": Method("LoRA, rank n·r", 64),
     "8/8/2 output": Method("8/8/2, output mixing", 8, 8, 2, "output"),
@@ -120,6 +123,20 @@ CONTRASTS = {
     ("4/16/4 output", "4/16/4"): (-0.01, 0.01),
     ("1/64/16 low_rank", "1/64/16"): (-0.01, 0.01),  # routers hardly move in so few steps
 }
+
+
+class LowRankRouter(Router):
+    """A linear gate as the product of two matrices, d → 16 → n, which begins with as large logits. It did not pay."""
+
+    reads = ("bias_update_rate",)
+    expert_rows = ("weight",)
+
+    def make(self) -> None:
+        self.hidden = torch.nn.Parameter(0.02 * torch.randn(16, self.hidden_size))
+        self.weight = torch.nn.Parameter(torch.randn(self.num_experts, 16) / 4)
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x_TD, self.hidden.to(x_TD.dtype)), self.weight.to(x_TD.dtype))
 
 
 class Job(NamedTuple):
@@ -182,6 +199,7 @@ class Study:
     """
 
     def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
+        ROUTERS["low_rank"] = LowRankRouter
         self.work, self.ledger = work, ledger
         self.train, self.test = (_read(data / f"{name}.jsonl") for name in ("train", "test"))
         self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())

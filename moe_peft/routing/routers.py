@@ -337,26 +337,6 @@ class MLPRouter(Router):
         return F.linear(F.gelu(F.linear(x_TD, self.hidden.to(x_TD.dtype))), self.weight.to(x_TD.dtype))
 
 
-class LowRankRouter(Router):
-    """
-    A linear gate as the product of two matrices, d → 16 → n: fewer parameters than `linear` has where n is large, and
-    at one learning rate the product moves further. It begins with as large logits.
-    """
-
-    rank: ClassVar[int] = 16
-    reads = ("bias_update_rate",)
-    expert_rows = ("weight",)
-
-    def make(self) -> None:
-        self.hidden = nn.Parameter(torch.empty(self.rank, self.hidden_size))
-        self.weight = nn.Parameter(torch.empty(self.num_experts, self.rank))
-        nn.init.normal_(self.hidden, std=0.02)
-        nn.init.normal_(self.weight, std=self.rank**-0.5)
-
-    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.linear(x_TD, self.hidden.to(x_TD.dtype)), self.weight.to(x_TD.dtype))
-
-
 class AttentionRouter(Router):
     """
     A mixture of m routers in the form of attention heads, `S_i = mix_j (W^j x)·K_i/√d'`, where d' is the width of the
@@ -501,7 +481,6 @@ def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
 ROUTERS: dict[str, type[Router]] = {
     "linear": LinearRouter,
     "mlp": MLPRouter,
-    "low_rank": LowRankRouter,
     "attention": AttentionRouter,
     "switch": SwitchRouter,
     "sigmoid": SigmoidRouter,

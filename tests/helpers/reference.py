@@ -253,8 +253,6 @@ class _Loop:
         if router.type == "mlp":
             h = own["hidden"] @ x
             return own["weight"] @ (h * 0.5 * (1 + torch.erf(h / 2**0.5)))
-        if router.type == "low_rank":
-            return own["weight"] @ (own["hidden"] @ x)
         if router.type == "attention":
             width = own["key"].shape[2]
             if router.mixture == "sum":  # m matrices that move alike; the parameter's gradient is that of one

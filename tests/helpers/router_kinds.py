@@ -15,7 +15,6 @@ N = 4
 ROUTER_KINDS = {
     "linear": {},
     "mlp": {"router_type": "mlp"},
-    "low_rank": {"router_type": "low_rank"},
     "attention-sum": {"router_type": "attention"},
     "attention-max": {"router_type": "attention", "router_mixture": "max", "router_num_heads": 2},
     "attention-keys": {"router_type": "attention", "router_num_heads": 8},

@@ -44,7 +44,6 @@ FAMILIES = {
 KINDS = {
     "linear": RouterSettings(),
     "mlp": RouterSettings("mlp"),
-    "low_rank": RouterSettings("low_rank"),
     "attention": RouterSettings("attention"),
     "attention-max": RouterSettings("attention", num_heads=2, mixture="max"),
     "attention-keys": RouterSettings("attention", num_heads=8),
@@ -58,13 +57,7 @@ KINDS = {
     "locmoe": RouterSettings("locmoe"),
 }
 SAVING_SETS = {"architectures", "dtype", "_name_or_path", "transformers_version"}
-FOLD = (
-    "linear",
-    "low_rank",
-    "attention",
-    "soft",
-    "locmoe",
-)  # and "switch", where the family does not divide gates by their sum
+FOLD = ("linear", "attention", "soft", "locmoe")  # and "switch", where the family does not divide gates by their sum
 
 
 def moe(family: str = "mixtral", seed: int = 0, **own):

@@ -32,7 +32,6 @@ from tests.helpers.native_case import DENSE, IDS, MOE, adapter, dense_model, log
 
 ROUTERS = {
     "linear": {},
-    "low_rank": {"router_type": "low_rank"},
     "attention": {"router_type": "attention", "router_num_heads": 2},
     "soft": {"router_type": "soft"},
     "locmoe": {"router_type": "locmoe"},

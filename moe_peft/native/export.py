@@ -275,9 +275,9 @@ def _read_routers(content: Adapted) -> None:
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
-# How far logits may differ, in units of the largest, and for what share of the tokens: rounded weights send a token to
-# another expert now and then.
-_TOLERANCES = {torch.float32: (1e-3, 1.0), torch.float16: (5e-3, 0.9), torch.bfloat16: (2e-2, 0.9)}
+# How far logits may differ, in units of the largest, and for what share of the tokens: rounding sends a token to
+# another expert now and then, that of float32 only where two are tied.
+_TOLERANCES = {torch.float32: (1e-3, 0.999), torch.float16: (5e-3, 0.9), torch.bfloat16: (2e-2, 0.9)}
 
 
 class Comparison(NamedTuple):
@@ -289,7 +289,7 @@ class Comparison(NamedTuple):
     agreement: float  # share of tokens for which both predict the same next token
     tolerance: float  # in units of `largest`; it depends on the dtype of the exported weights
     within: float  # share of tokens whose logits differ by no more
-    passed: bool  # all tokens of a float32 export are within, nine in ten of another
+    passed: bool  # 999 of 1,000 tokens of a float32 export are within, nine in ten of another
 
 
 def verify_export(
@@ -313,8 +313,8 @@ def verify_export(
         dtype: in which both compute: `"float32"`, `"bfloat16"` or `"float16"`.
 
     Returns:
-        how far the logits differ, and as `passed` whether that is rounding: all tokens of a float32 export differ by
-        no more than the tolerance, nine in ten of another.
+        how far the logits differ, and as `passed` whether that is rounding: 999 of 1,000 tokens of a float32 export
+        differ by no more than the tolerance, nine in ten of another.
 
     Raises:
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.

@@ -94,7 +94,7 @@ def jobs(case: Case, rounds: int) -> dict[str, Callable[[], Iterator[tuple[str, 
         layers(64)
         models(compiled=True)
     models(r=16)
-    for experts in EXPERTS:
+    for experts in EXPERTS:  # of which those above keep their places
         layers(experts)
     return found
 

@@ -128,9 +128,6 @@ CONTRASTS = {
 class LowRankRouter(Router):
     """A linear gate as the product of two matrices, d → 16 → n, which begins with as large logits. It did not pay."""
 
-    reads = ("bias_update_rate",)
-    expert_rows = ("weight",)
-
     def make(self) -> None:
         self.hidden = torch.nn.Parameter(0.02 * torch.randn(16, self.hidden_size))
         self.weight = torch.nn.Parameter(torch.randn(self.num_experts, 16) / 4)

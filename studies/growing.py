@@ -29,7 +29,6 @@ Added after the first results, for one seed: gates from all 480 rows of each tas
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -117,9 +116,6 @@ class Growing:
             wanted += [Job(seed, "joint", order, len(TASKS) // 2) for order in ORDERS]
             wanted += [Job(seed, way, "alphabet", len(TASKS)) for way in ("joint", "joint 64")]
             yield from (job for job in wanted if job not in done)
-
-    def is_complete(self) -> bool:
-        return next(self.jobs(), None) is None
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
@@ -291,10 +287,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    args = options.parse_args()
+    args = parser(__doc__, workers=True).parse_args()
     ledger = Ledger(RESULTS / "growing.jsonl")
     if args.command == "report":
         page = report(ledger)
@@ -302,8 +295,7 @@ def main() -> None:
         print(page)
         return
     if args.worker is None:
-        folders = ["--data", str(args.data), "--work", str(args.work)]
-        raise SystemExit(start_workers("growing", folders, args.workers))
+        raise SystemExit(start_workers("growing", args))
     score_answers_only()
     work(Growing(args.data, args.work / "growing", ledger))
 

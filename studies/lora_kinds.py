@@ -32,7 +32,6 @@ Added after the first results, with LoRAs on the FFN: gates from 64 and from 150
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -137,9 +136,6 @@ class LoraKinds:
                     yield Job(kind, seed, "more texts")
                 if not missing and kind == "FFN":
                     yield from (job for what in JOINT if (job := Job(kind, seed, what)) not in done)
-
-    def is_complete(self) -> bool:
-        return next(self.jobs(), None) is None
 
     def run(self, job: Job) -> None:
         kind, seed, what = job
@@ -382,17 +378,12 @@ prompt. The contrasts and what was expected of them are in the head of `studies/
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    args = options.parse_args()
+    args = parser(__doc__, workers=True).parse_args()
     ledger = Ledger(RESULTS / "lora_kinds.jsonl")
     if args.command == "report":
         return report(ledger)
     if args.worker is None:
-        raise SystemExit(
-            start_workers("lora_kinds", ["--data", str(args.data), "--work", str(args.work)], args.workers)
-        )
+        raise SystemExit(start_workers("lora_kinds", args))
     score_answers_only()
     work(LoraKinds(args.data, args.work / "lora_kinds", ledger))
 

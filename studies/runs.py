@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,15 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of a study on the short tasks."""
+def parser(description: str | None, workers: bool = False) -> argparse.ArgumentParser:
+    """The options of a study, those of several workers among them."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("command", choices=("run", "report"))
     options.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
     options.add_argument("--work", type=Path, default=Path(".cache/studies"))
+    if workers:
+        options.add_argument("--workers", type=int, default=1)
+        options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     return options
 
 
@@ -84,11 +86,10 @@ def work(study: Any) -> None:
     Make runs until none is missing, beside other workers that do the same.
 
     Args:
-        study: with `jobs()`, runs that are missing and can be made now; `run(job)`; `is_complete()`; and `work`, a
-            folder.
+        study: with `jobs()`, runs that are missing and can be made now; `run(job)`; and `work`, a folder.
     """
-    while not study.is_complete():
-        for job in study.jobs():
+    while jobs := list(study.jobs()):
+        for job in jobs:
             lock = FileLock(study.work / f"{'-'.join(map(str, job))}.running")
             try:
                 with lock.acquire(blocking=False):
@@ -101,10 +102,10 @@ def work(study: Any) -> None:
             time.sleep(1)
 
 
-def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:
+def start_workers(study: str, args: argparse.Namespace) -> int:
     """Run the study in several processes of one thread each, every one with its number; the greatest exit code."""
-    command = [sys.executable, "-m", f"studies.{study}", "run", *arguments, "--workers", str(workers), "--worker"]
+    command = [sys.executable, "-m", f"studies.{study}", "run", "--data", str(args.data), "--work", str(args.work)]
     kept = str(2**32)  # bytes that glibc does not give back: tensors of each step would fault their pages in anew
     env = {"MALLOC_MMAP_THRESHOLD_": kept, "MALLOC_TRIM_THRESHOLD_": kept, **os.environ, "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(workers)]
+    started = [subprocess.Popen([*command, "--worker", str(worker)], env=env) for worker in range(args.workers)]
     return max(process.wait() for process in started)

@@ -25,7 +25,6 @@ without 0 where there is no difference at all. A prediction is the range where t
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -56,7 +55,7 @@ from .differences import Difference, paired_difference, plot_differences
 from .exact_match import Answer, answers, by_task
 from .rates import best_rate, next_rate
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
-from .upit import BEYOND
+from .upit import BEYOND, mean_adapter
 
 RESULTS = Path(__file__).parent / "results"
 LEDGERS = RESULTS / "schedule"
@@ -248,9 +247,6 @@ class Study:
                 if name not in done:
                     yield Job(name, seed, rate, passes)
 
-    def is_complete(self) -> bool:
-        return next(self.jobs(), None) is None
-
     # --- a run -------------------------------------------------------------------------------------------------------
 
     def split(self, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -330,7 +326,10 @@ class Study:
         if start == "last":
             return PeftModel.from_pretrained(base, folders[-1], is_trainable=True)
         if start.startswith("mean"):
-            return _mean(base, folders, folders[0].parent / "mean")
+            with FileLock(f"{folders[0].parent}.lock"):
+                if not (mean := folders[0].parent / "mean").exists():
+                    mean_adapter(folders, mean.parent)
+            return PeftModel.from_pretrained(base, mean, is_trainable=True)
         model = lora_to_moe(
             base, [folders[-1]] * EXPERTS if start == "copies" else folders, mixing="projection", top_k=TOP_K
         )
@@ -386,20 +385,6 @@ class _Saver(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if (expert := self.experts.get(state.global_step)) is not None:
             self.model.save_pretrained(str(self.folder / f"expert_{expert}"))
-
-
-def _mean(base: Any, folders: list[Path], folder: Path) -> Any:
-    """One LoRA of rank n·r whose update is the mean of the checkpoints' updates."""
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            names = [path.name for path in folders]
-            model = PeftModel.from_pretrained(base, folders[0], names[0])
-            for name, path in zip(names[1:], folders[1:], strict=True):
-                model.load_adapter(path, name)
-            model.add_weighted_adapter(names, [1 / len(names)] * len(names), "mean", combination_type="cat")
-            model.save_pretrained(str(folder.parent), selected_adapters=["mean"])
-            base = model.unload()
-    return PeftModel.from_pretrained(base, folder, is_trainable=True)
 
 
 @contextmanager
@@ -515,13 +500,11 @@ def report(study: Study) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, workers=True)
     options.set_defaults(data=Path(".cache/short_tasks_300"))
-    options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = options.parse_args()
     if args.command == "run" and args.worker is None:
-        raise SystemExit(start_workers("schedule", ["--data", str(args.data), "--work", str(args.work)], args.workers))
+        raise SystemExit(start_workers("schedule", args))
     study = Study(args.data, args.work)
     if args.command == "report":
         page = report(study)

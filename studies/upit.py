@@ -22,13 +22,12 @@ order of the paper's Table 1.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,16 +186,13 @@ class Study:
         untrained = [Job("base", "none", 0, 0.0), *(Job("untrained", "none", seed, 0.0) for seed in SEEDS)]
         yield from (job for job in untrained if job not in done)
 
-    def is_complete(self) -> bool:
-        return next(self.jobs(), None) is None
-
     # --- a run -------------------------------------------------------------------------------------------------------
 
     def run(self, job: Job) -> None:
         """Make a run, measure its result and write it down."""
         folder, adapter, curve = self.work / "-".join(map(str, job)), None, []
         if job.method == "mean":
-            adapter = self._mean(job, folder)
+            adapter = mean_adapter(self._stage_1(job), folder)
         elif job.method == "last":
             adapter = self._stage_1(job)[-1]
         elif job.method == "untrained":
@@ -254,18 +250,6 @@ class Study:
             run_stage(pipeline.stages[0])
         return expert_folders(pipeline.stages[0].folder, 8)
 
-    def _mean(self, job: Job, folder: Path) -> Path:
-        """One LoRA whose update is the mean of those of stage 1's checkpoints."""
-        # an adapter named "0" would keep PEFT from saving layer 0 of the others
-        (first, path), *others = {f"expert_{path.name}": path for path in self._stage_1(job)}.items()
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2_folder()), path, first)
-        for name, path in others:
-            model.load_adapter(path, name)
-        experts = list(model.peft_config)
-        model.add_weighted_adapter(experts, [1 / len(experts)] * len(experts), "mean", combination_type="cat")
-        model.save_pretrained(str(folder), selected_adapters=["mean"])
-        return folder / "mean"
-
     def _untrained(self, job: Job, folder: Path) -> Path:
         """A mixture as it begins: routers are random, and experts change nothing yet."""
         base = AutoModelForCausalLM.from_pretrained(smollm2_folder())
@@ -289,6 +273,19 @@ class Study:
         with record_routing(model, sorted(set(rows["domain"]))) as statistics:
             measured = measure(model, rows, collator, statistics)
         return {**measured, "specialization": {t: of_L.tolist() for t, of_L in statistics.specialization().items()}}
+
+
+def mean_adapter(adapters: Sequence[Path], folder: Path) -> Path:
+    """One LoRA whose update is the mean of the adapters' updates, as `folder/mean`."""
+    # an adapter named "0" would keep PEFT from saving layer 0 of the others
+    (first, path), *others = {f"expert_{path.name}": path for path in adapters}.items()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2_folder()), path, first)
+    for name, path in others:
+        model.load_adapter(path, name)
+    experts = list(model.peft_config)
+    model.add_weighted_adapter(experts, [1 / len(experts)] * len(experts), "mean", combination_type="cat")
+    model.save_pretrained(str(folder), selected_adapters=["mean"])
+    return folder / "mean"
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -458,15 +455,12 @@ def _rates(study: Study) -> list[str]:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    args = options.parse_args()
+    args = parser(__doc__, workers=True).parse_args()
     study = Study(args.data.absolute(), args.work.absolute(), Ledger(RESULTS / "upit.jsonl"))
     if args.command == "report":
         return report(study)
     if args.worker is None:
-        raise SystemExit(start_workers("upit", ["--data", str(args.data), "--work", str(args.work)], args.workers))
+        raise SystemExit(start_workers("upit", args))
     score_answers_only()
     work(study)
 

@@ -33,7 +33,6 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ import torch
 from datasets import Dataset
 from filelock import FileLock
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -50,9 +50,10 @@ from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from moe_peft.upit.buckets import perplexity_buckets
+from moe_peft.utils.torch_contexts import evaluating
 
 from .differences import Difference, paired_difference, plot_differences
-from .exact_match import Answer, answers, by_task
+from .exact_match import Answer, answers, batches_by_length, by_task
 from .rates import best_rate, next_rate
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 from .upit import BEYOND, mean_adapter
@@ -84,25 +85,26 @@ class Method(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
+# The most decisive first.
 METHODS = {
-    "lora_kr": Method("LoRA, rank k·r", "lora_kr"),
-    "mixture": Method("mixture", "mixture"),
-    "lora_kr linear": Method("LoRA, rank k·r, one rate", "lora_kr", False),
-    "mixture linear": Method("mixture, one rate", "mixture", False),
-    "lora_nr": Method("LoRA, rank n·r", "lora_nr"),
-    "lora_nr linear": Method("LoRA, rank n·r, one rate", "lora_nr", False),
     "upit": Method("UpIT: checkpoints as experts", "upit"),
     "mean": Method("mean of the checkpoints, trained on", "mean"),
-    "last": Method("last checkpoint, trained on", "last"),
+    "mixture": Method("mixture", "mixture"),
+    "lora_kr": Method("LoRA, rank k·r", "lora_kr"),
+    "mixture linear": Method("mixture, one rate", "mixture", False),
+    "lora_kr linear": Method("LoRA, rank k·r, one rate", "lora_kr", False),
+    "lora_nr linear": Method("LoRA, rank n·r, one rate", "lora_nr", False),
     "copies": Method("copies of the last checkpoint", "copies"),
-    "upit_random": Method("UpIT, random routers", "upit_random", rate_of="upit"),
-    "mean_alone": Method("mean of the checkpoints, half of the training", "mean_alone", rate_of="mean"),
+    "last": Method("last checkpoint, trained on", "last"),
     "mixture_frozen": Method(
         "mixture, frozen random routers", "mixture", rate_of="mixture", options={"training_stage": "rest"}
     ),
+    "lora_nr": Method("LoRA, rank n·r", "lora_nr"),
+    "upit_random": Method("UpIT, random routers", "upit_random", rate_of="upit"),
     "mixture_fast": Method(
         "mixture, routers at 1e-2", "mixture", rate_of="mixture", options={"router_learning_rate": 1e-2}
     ),
+    "mean_alone": Method("mean of the checkpoints, half of the training", "mean_alone", rate_of="mean"),
 }
 TUNES_PASSES = ("lora_kr", "mixture")
 TAIL = ", mean of its last checkpoints"
@@ -241,11 +243,12 @@ class Study:
             return
         yield from self.tuning([name for name, method in METHODS.items() if method.rate_of is None], passes)
         rates = {name: rate for name in METHODS if (rate := self.rate(name, passes)) is not None}
-        for seed in SEEDS:
-            done = {run["method"] for run in self.ledgers[seed].records()}
+        done = {seed: {run["method"] for run in self.ledgers[seed].records()} for seed in SEEDS}
+        for seeds in (SEEDS[:3], SEEDS[3:]):
             for name, rate in rates.items():
-                if name not in done:
-                    yield Job(name, seed, rate, passes)
+                for seed in seeds:
+                    if name not in done[seed]:
+                        yield Job(name, seed, rate, passes)
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
@@ -354,22 +357,19 @@ class Study:
         init_gates(model, "ridge", batches)
 
     def measure(self, model: Any, job: Job, name: str, left_out: list[dict[str, str]], started: float) -> None:
-        is_tuning = job.seed == TUNING_SEED
-        of_left_out = tokenized(Dataset.from_list(left_out), self.tokenizer, preparation(max_length=64))
+        of_left_out = tempered(
+            model, *tokenized(Dataset.from_list(left_out), self.tokenizer, preparation(max_length=64))
+        )
         record: dict[str, Any] = {**job._asdict(), "method": name}
-        if is_tuning:
-            record |= by_task(answers(model, *of_left_out))
+        if job.seed == TUNING_SEED:
+            record |= by_task(of_left_out[1.0])
         else:
-            rows = tokenized(Dataset.from_list(self.test), self.tokenizer, preparation(max_length=64))
-            found = answers(model, *rows)
-            fitted = {}
-            for temperature in TEMPERATURES:
-                with tempered(model, temperature):
-                    fitted[temperature] = by_task(answers(model, *of_left_out))["loss"]
-            record |= by_task(found) | {"temperature": min(fitted, key=fitted.__getitem__)}
-            with tempered(model, record["temperature"]):
-                record["tempered"] = by_task(answers(model, *rows))["tasks"]
-            record["rows"] = _of_rows(found)
+            found = tempered(
+                model, *tokenized(Dataset.from_list(self.test), self.tokenizer, preparation(max_length=64))
+            )
+            best = min(TEMPERATURES, key=lambda temperature: by_task(of_left_out[temperature])["loss"])
+            record |= by_task(found[1.0])
+            record |= {"temperature": best, "tempered": by_task(found[best])["tasks"], "rows": _of_rows(found[1.0])}
         record["decides"] = can_do(record["tasks"])
         record["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.ledgers[job.seed].add(record, f"{record['decides']:.4f} in {time.monotonic() - started:.0f} s")
@@ -387,13 +387,25 @@ class _Saver(TrainerCallback):
             self.model.save_pretrained(str(self.folder / f"expert_{expert}"))
 
 
-@contextmanager
-def tempered(model: Any, temperature: float) -> Iterator[None]:
-    """Logits are divided by a temperature, in the norm before the head, which has no bias."""
-    weight = model.get_base_model().model.norm.weight.data
-    weight /= temperature
-    yield
-    weight *= temperature
+@torch.no_grad()
+def tempered(model: Any, rows: Dataset, collator: Any) -> dict[float, list[Answer]]:
+    """Temperature that logits are divided by → `answers`, all of one forward pass."""
+    found: dict[float, dict[int, Answer]] = {temperature: {} for temperature in TEMPERATURES}
+    base = model.get_base_model()
+    with evaluating(model):
+        for part, batch in batches_by_length(rows, collator, model.device):
+            labels = batch.pop("labels")[:, 1:]
+            mask = labels != -100
+            logits = base.lm_head(base.model(**batch).last_hidden_state[:, :-1][mask])
+            target = labels[mask]
+            is_top1 = mask.new_ones(mask.shape)
+            is_top1[mask] = logits.argmax(-1) == target
+            for temperature, of in found.items():
+                log_probs = logits.new_zeros(mask.shape)
+                log_probs[mask] = -cross_entropy(logits / temperature, target, reduction="none")
+                values = zip(log_probs.sum(-1).tolist(), mask.sum(-1).tolist(), is_top1.all(-1).tolist(), strict=True)
+                of |= {i: Answer(rows[i]["domain"], *value) for i, value in zip(part, values, strict=True)}
+    return {temperature: [of[i] for i in range(len(rows))] for temperature, of in found.items()}
 
 
 def can_do(tasks: dict[str, list[float]]) -> float:

@@ -242,6 +242,8 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(models):
 
 def _takes_terminal() -> None:
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a job in a shell's background ignores
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

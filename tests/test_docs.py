@@ -122,6 +122,19 @@ def test_losses_and_shares_of_a_page_are_in_the_tables_of_results(page: str):
     assert shares <= set(re.findall(r"(\d+) ?%", results))
 
 
+def test_the_page_on_peft_has_the_counts_of_its_tests():
+    results = (ROOT / "compatibility/results/peft_suite.md").read_text(encoding="utf-8")
+    counts = [[int(number) for number in row] for row in re.findall(r"\.py` \|" + r" (\d+) \|" * 4, results)]
+    tests, passed, _, failed = map(sum, zip(*counts, strict=True))
+    reasons = [int(number) for number in re.findall(r" \| (\d+) \|$", results, re.MULTILINE)][len(counts) :]
+    text = " ".join((ROOT / "docs/peft.md").read_text(encoding="utf-8").split())
+    shown = re.search(r"Of (\d+) tests, (\d+) pass and (\d+) are PEFT's own skips; the other (\d+) ([^.]*)\.", text)
+    skipped = int(shown[3])
+    assert [int(shown[1]), int(shown[2]), int(shown[4])] == [tests, passed, tests - passed - skipped] and not failed
+    others = [int(number) for number in re.findall(r"\((\d+)\)", shown[5])]
+    assert sorted([*others, skipped]) == sorted(reasons)
+
+
 def test_files_and_make_targets_that_pages_name_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     folders = "moe_peft|tests|benchmarks|studies|compatibility|recipes|examples|adapter|routing|native|utils"

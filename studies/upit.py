@@ -112,6 +112,10 @@ ADDED = (  # after the first results
     ("upit_decay", "lora_kr_decay"), ("upit_decay", "loramoe_pt_decay"), ("upit_decay", "upit"), ("upit", "mean"),
     ("upit_decay", "mean"), ("self_moe", "mean"), ("mean", "last"), ("upit", "pesc"),
 )  # fmt: skip
+DRAWN = (  # in the figure
+    ("loramoe_pt_decay", "lora_kr_decay"), ("upit_decay", "lora_kr_decay"), ("upit_decay", "loramoe_pt_decay"),
+    ("upit_decay", "upit"), ("upit_decay", "mean"), ("self_moe", "mean"), ("mean", "last"), ("upit", "loramoe_sft"),
+)  # fmt: skip
 ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
 DECAYING = ("loramoe_pt_decay", "upit_decay")  # and which decay
 BEYOND = ("arithmetic", "sql")  # tasks that the model cannot do: on all rows no method gets a quarter of them right
@@ -328,7 +332,8 @@ def report(study: Study) -> None:
             without = sum(difference.excludes_zero() for _, difference in fixed)
             excluding += without
             lines += [f"Intervals of the loss without 0: {without} of the {len(fixed)} fixed contrasts.", ""]
-            panels[f"{size} of the rows"] = rows
+            if drawn := _differences(runs, _LOSSES["loss"], DRAWN):
+                panels[f"{size} of the rows"] = drawn
             curves = {METHODS[name].label: points for name in CURVES if (points := _curve(runs[name]))}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             title = "Training loss by half passes, mean of the seeds; methods with stages after the first one"
@@ -387,11 +392,13 @@ _LOSSES: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def _differences(
-    runs: dict[str, dict[int, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
+    runs: dict[str, dict[int, dict[str, Any]]],
+    measure: Callable[[dict[str, Any]], float],
+    contrasts: Sequence[tuple[str, str]] = (*CONTRASTS, *ADDED),
 ) -> list[tuple[str, Difference]]:
     """The contrasts that at least two seeds have: label, difference."""
     rows = []
-    for name, other in (*CONTRASTS, *ADDED):
+    for name, other in contrasts:
         seeds = sorted(runs[name].keys() & runs[other].keys())
         if len(seeds) > 1:
             pairs = [[measure(runs[method][seed]) for seed in seeds] for method in (name, other)]

@@ -101,6 +101,7 @@ _NOISE = {
     "torchao.kernel.intmm": "Detected no triton",
     "torch.utils._pytree": "is an Enum subclass",
     "DeepSpeed": "Setting accelerator to CPU",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
 
 

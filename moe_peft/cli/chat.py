@@ -29,7 +29,7 @@ class ChatSettings(WeightSettings):
     """The settings of `moe-peft chat`."""
 
     model: Text = Field(title="FOLDER", description="an adapter, a native MoE or a dense model")
-    base: Text | None = Field(None, description="an adapter's base; default: the one that it names")
+    base: Text | None = Field(None, title="PATH", description="an adapter's base; default: the one that it names")
     load_in_4bit: Flag = Field(False, description="hold the base's weights in 4 bits (bitsandbytes)")
     system: Text | None = Field(None, title="TEXT", description="a system prompt")
     max_new_tokens: Count = Field(512, description="the most tokens of an answer")

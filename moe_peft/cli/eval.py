@@ -33,7 +33,9 @@ class EvalSettings(WeightSettings, _TaskSettings):
 
     model: Text = Field(title="FOLDER", description="an adapter, a native MoE or a dense model")
     base: Text | None = Field(
-        None, description="an adapter's base, by default the one that it names; else a model to compare with"
+        None,
+        title="PATH",
+        description="an adapter's base, by default the one that it names; else a model to compare with",
     )
     no_base: Flag = Field(False, description="do not evaluate an adapter's base beside it")
     experts: Annotated[list[_Index | Text], joined_by_commas(_expert)] | None = Field(

@@ -31,7 +31,9 @@ class ExportSettings(Settings):
     model: Text | None = Field(
         None, title="FOLDER", description="a native MoE (upcycled, exported, pruned), for another format"
     )
-    base: Text | None = Field(None, description="the base in full precision; default: the one that the adapter names")
+    base: Text | None = Field(
+        None, title="PATH", description="the base in full precision; default: the one that the adapter names"
+    )
     output: Text = Field(title="PATH", description="folder for the MoE, new or empty; or file")
     format: Annotated[Text, one_of(FORMATS)] = Field("safetensors", title="NAME", description="; ".join(_ABOUT))
     family: Text | None = Field(

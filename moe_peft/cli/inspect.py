@@ -21,7 +21,7 @@ class InspectSettings(WeightSettings, DataSettings):
     """The settings of `moe-peft inspect`."""
 
     model: Text = Field(title="FOLDER", description="an adapter or a native MoE")
-    base: Text | None = Field(None, description="an adapter's base; default: the one that it names")
+    base: Text | None = Field(None, title="PATH", description="an adapter's base; default: the one that it names")
     data: Text = Field(title="FILE", description="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
     label_column: Text | None = Field(None, title="NAME", description="column that holds the domains")
     output: Text = Field("routing", title="FOLDER", description="folder for tables and figures")

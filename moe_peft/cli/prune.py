@@ -22,7 +22,7 @@ class PruneSettings(DataSettings):
     """The settings of `moe-peft prune`."""
 
     model: Text = Field(title="FOLDER", description="an adapter or a native MoE")
-    base: Text | None = Field(None, description="an adapter's base; default: the one that it names")
+    base: Text | None = Field(None, title="PATH", description="an adapter's base; default: the one that it names")
     output: Text = Field(title="FOLDER", description="folder for the result; new or empty")
     min_load: Share | None = Field(
         None,

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
 from pydantic.fields import FieldInfo
@@ -131,7 +131,11 @@ class SettingsParser(GroupedParser):
         if "config" not in self.kind.model_fields and (path := flags.pop("config")) is not None:
             file = read_settings(path)
             file.pop("plugins", None)  # `main` has imported them
-        return validate(self.kind, {**file, **flags})
+        given, fields = {**file, **flags}, self.kind.model_fields
+        missing = [name for name, field in fields.items() if field.is_required() and name not in given]
+        if missing and given.keys() <= fields.keys():  # a key that is misspelt is told first
+            raise InputError(f"{_flag(missing[0])}: must be given")
+        return validate(self.kind, given)
 
 
 def _flag(name: str) -> str:
@@ -152,4 +156,6 @@ def _read(text: str) -> Any:
 def _metavar(field: FieldInfo) -> str:
     """What `--help` calls a value."""
     kinds, names = {*plain_types(field.annotation)}, {dict: "JSON", float: "X", int: "N"}
-    return field.title or next((name for kind, name in names.items() if kind in kinds), "VALUE")
+    alternatives = [field.annotation, *get_args(field.annotation)]
+    choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
+    return field.title or "|".join(choices) or next((name for kind, name in names.items() if kind in kinds), "VALUE")

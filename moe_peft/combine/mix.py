@@ -61,15 +61,23 @@ class Prompts(Settings):
 class MixSettings(Settings):
     """The options of `moe-peft mix`, as flags and in a YAML file."""
 
-    output: Text = Field(description="folder for the mixture; new or empty")
-    adapters: Texts | None = Field(None, description="LoRA adapters: folders, or names on the hub")
-    models: Texts | None = Field(None, description="dense models of one architecture, for a native MoE")
-    base: Text | None = Field(None, description="the adapters' base; default: the one that the first names")
-    gates: Text = Field("ridge", description="ridge, prompts, arrow, or one of a plugin's")
-    labels: Texts | None = Field(None, description="names of the experts; default: those of their folders")
-    data: Texts | None = Field(None, description="calibration texts: one file with --label-column, or one per expert")
-    label_column: Text | None = Field(None, description="column of --data that holds the experts' names")
-    test_data: Texts | None = Field(None, description="held-out rows, as --data; default: rows of --data left over")
+    output: Text = Field(title="FOLDER", description="folder for the mixture; new or empty")
+    adapters: Texts | None = Field(None, title="PATH", description="LoRA adapters: folders, or names on the hub")
+    models: Texts | None = Field(None, title="PATH", description="dense models of one architecture, for a native MoE")
+    base: Text | None = Field(
+        None, title="PATH", description="the adapters' base; default: the one that the first names"
+    )
+    gates: Text = Field("ridge", title="NAME", description="ridge, prompts, arrow, or one of a plugin's")
+    labels: Texts | None = Field(
+        None, title="NAME", description="names of the experts; default: those of their folders"
+    )
+    data: Texts | None = Field(
+        None, title="FILE", description="calibration texts: one file with --label-column, or one per expert"
+    )
+    label_column: Text | None = Field(None, title="NAME", description="column of --data that holds the experts' names")
+    test_data: Texts | None = Field(
+        None, title="FILE", description="held-out rows, as --data; default: rows of --data left over"
+    )
     prompts: dict[Text, Prompts] | None = Field(
         None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
     )
@@ -84,7 +92,9 @@ class MixSettings(Settings):
         "one LoRA, their exact mean, which can be exported",
     )
     mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
-    add_to: Text | None = Field(None, description="a MoE-LoRA adapter that the one in --adapters becomes an expert of")
+    add_to: Text | None = Field(
+        None, title="PATH", description="a MoE-LoRA adapter that the one in --adapters becomes an expert of"
+    )
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
     keep_sums: Flag | None = Field(
         None,
@@ -93,7 +103,7 @@ class MixSettings(Settings):
     )
     max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
     batch_size: Count = Field(8, description="examples per forward pass")
-    dtype: Text = Field("auto", description="of the weights: auto, float32, bfloat16 or float16")
+    dtype: Text = Field("auto", title="NAME", description="of the weights: auto, float32, bfloat16 or float16")
     seed: Seed = Field(0, description="of the draw of examples")
 
     @model_validator(mode="after")

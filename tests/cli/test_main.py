@@ -153,7 +153,7 @@ def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
         (["sft", "--model_name_or_path", "nowhere"], "dataset_name=None: name a file"),
         (["upcicle"], "command='upcicle': must be one of sft, dpo"),
         (["upit", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["upit"], "config: must be given"),
+        (["upit"], "--config: must be given"),
         (["upit", "--config"], "--config: expected one argument"),
         (["upcycle", "--plugins"], "--plugins: expected at least one argument"),
         (["inspect", "--model", "nowhere", "--data", "nowhere.jsonl"], "nowhere"),

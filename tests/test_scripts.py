@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig
 
 from tests.helpers.models import tiny_llama
@@ -70,6 +71,7 @@ def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
 
 def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
     from studies.exact_match import answers, by_task
+    from studies.schedule import tempered
 
     model = tiny_llama(vocab=16).eval()
     generator = torch.Generator().manual_seed(0)
@@ -102,6 +104,18 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
         assert found["tasks"][task] == [pytest.approx(torch.cat(losses[task]).mean().item(), rel=1e-5), exact]
     assert found["loss"] == pytest.approx((found["tasks"]["a"][0] + found["tasks"]["b"][0]) / 2)
     assert found["exact"] == 0.5
+
+    by_temperature = tempered(
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"])), Dataset.from_list(rows), collate
+    )
+    assert [answer.is_match for answer in by_temperature[2.0]] == [answer.is_match for answer in each]
+    for temperature in (1.0, 2.0):
+        for answer, row in zip(by_temperature[temperature], rows, strict=True):
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1] / temperature
+            expected = -torch.nn.functional.cross_entropy(
+                logits, torch.tensor(row["labels"][1:]), reduction="sum"
+            ).item()
+            assert answer.log_prob == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("first", [(1e-3, 2e-3, 4e-3), (1e-3, 2e-3)])
@@ -281,19 +295,65 @@ def test_seeds_of_the_study_of_granularity_leave_out_other_rows():
     )
 
 
-def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
-    from studies import granularity, label_routing, upcycling, upit
+def study_of_schedule(folder):
+    """Without the rows and the model."""
+    from studies import schedule
     from studies.runs import Ledger
 
-    ledgers = {name: Ledger(ROOT / f"studies/results/{name}.jsonl") for name in ("upit", "label_routing", "upcycling")}
-    for study in (label_routing, upcycling, upit):
+    study = object.__new__(schedule.Study)
+    names = {seed: str(seed) for seed in schedule.SEEDS} | {schedule.TUNING_SEED: "tuning"}
+    study.ledgers = {seed: Ledger(folder / f"{name}.jsonl") for seed, name in names.items()}
+    return study
+
+
+def test_the_study_of_the_schedule_tunes_first_and_makes_every_run_once(tmp_path, monkeypatch):
+    from studies import schedule
+
+    monkeypatch.setattr(schedule, "RESULTS", tmp_path)
+    study, made = study_of_schedule(tmp_path), []
+    while jobs := list(study.jobs()):
+        assert len(jobs) == len(set(jobs)) and not {*jobs} & {*made}
+        job = jobs[0]
+        made.append(job)
+        loss = abs(job.rate - 2e-3) + 0.1 / job.passes + (1 + job.seed) * len(job.method) / 100
+        tasks = {"banking": [loss, 0.5], "sql": [2.0, 0.0]}
+        run = {**job._asdict(), "decides": loss, "loss": loss, "exact": 0.5, "parameters": 10**6, "tasks": tasks}
+        run |= {"temperature": 1.0, "tempered": tasks}
+        study.ledgers[job.seed].add(run, "")
+        if job.seed != schedule.TUNING_SEED and schedule.METHODS[job.method].start in schedule.FRESH:
+            study.ledgers[job.seed].add({**run, "method": job.method + schedule.TAIL}, "")
+    # The passes of two methods, then the rates of all that have their own at the best number of them.
+    own = [name for name, method in schedule.METHODS.items() if method.rate_of is None]
+    tuning = [job for job in made if job.seed == schedule.TUNING_SEED]
+    assert len(tuning) == 3 * (len(own) + len(schedule.TUNES_PASSES)) and study.passes() == 2
+    assert [*map(type(made[0]), schedule.METHODS, [0] * 14, [2e-3] * 14, [2] * 14)] == [j for j in made if j.seed == 0]
+    assert len(made) == len(tuning) + 6 * len(schedule.METHODS)
+    page = schedule.report(study)
+    # 4 letters less than "mixture linear" has, so -0.07 to -0.42; 2.571 · 0.1310 / √6 around the mean
+    assert "| mixture − mixture, linear decay | -0.01 to +0.01, missed | -0.2450 | [-0.3824, -0.1076] |" in page
+    assert "| mean of the checkpoints, trained on − LoRA, rank n·r, linear decay | added later |" in page
+    assert (tmp_path / "schedule.svg").is_file()
+
+
+def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
+    from studies import granularity, growing, label_routing, lora_kinds, schedule, upcycling, upit
+    from studies.runs import Ledger
+
+    results = ROOT / "studies/results"
+    names = ("granularity", "growing", "label_routing", "lora_kinds", "upcycling", "upit")
+    ledgers = {name: Ledger(results / f"{name}.jsonl") for name in names}
+    for study in (growing, label_routing, lora_kinds, schedule, upcycling, upit):
         monkeypatch.setattr(study, "RESULTS", tmp_path)
     of_upit = object.__new__(upit.Study)  # without the rows and the model
     of_upit.ledger, of_upit.digest = ledgers["upit"], ledgers["upit"].records()[0]["data"]
     upit.report(of_upit)
     label_routing.report(ledgers["label_routing"].records())
     upcycling.report(ledgers["upcycling"].records())
-    page = granularity.report(Ledger(ROOT / "studies/results/granularity.jsonl"))
-    (tmp_path / "granularity.md").write_text(page)
-    for path in tmp_path.glob("*.md"):
-        assert path.read_text() == (ROOT / "studies/results" / path.name).read_text(), path.name
+    lora_kinds.report(ledgers["lora_kinds"])
+    (tmp_path / "granularity.md").write_text(granularity.report(ledgers["granularity"]))
+    (tmp_path / "growing.md").write_text(growing.report(ledgers["growing"]))
+    (tmp_path / "schedule.md").write_text(schedule.report(study_of_schedule(results / "schedule")))
+    pages = list(tmp_path.glob("*.md"))
+    assert len(pages) == len(names) + 1
+    for path in pages:
+        assert path.read_text() == (results / path.name).read_text(), path.name

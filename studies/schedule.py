@@ -10,10 +10,10 @@ methods take equally many passes over them: from the start with a rate that deca
 the passes at a constant rate and half at an eighth of it, decaying to 0, which is UpIT's schedule. What UpIT starts
 from, a LoRA of rank 8 in the first step with eight checkpoints, is trained on in the second as experts of a mixture
 (routers from `ridge` on perplexity buckets of a tenth of the rows, or at random), as their mean (a LoRA of rank 64), as
-copies of the last, or as the last LoRA alone. Methods from the start are measured a second time as the mean of their
-eight last checkpoints, taken at equal intervals of the second half.
+copies of the last, or as the last LoRA alone. A mixture and a LoRA from the start are measured a second time as the
+mean of eight checkpoints, taken at equal intervals of the second step.
 
-Passes are 1, 2 or 4, the best for LoRA of rank k·r and a mixture in two steps on the tuning seed, and then the same for
+Passes are 1 or 2, the best for LoRA of rank k·r and a mixture in two steps on the tuning seed, and then the same for
 all. A method's rate is the best on the tuning seed, with worse ones on both sides, scored on the quarter of the
 training rows that this seed leaves out: the held-out rows choose nothing. Controls of the mixture have its rate.
 
@@ -171,11 +171,11 @@ class Job(NamedTuple):
 
 
 class TailMean(TrainerCallback):
-    """Sums what is trained at equal intervals of the last steps, so that `applied` can put the mean in its place."""
+    """Sums what is trained at equal intervals of the steps; `apply` puts the mean in its place."""
 
-    def __init__(self, model: Any, first: int, last: int, count: int = EXPERTS) -> None:
+    def __init__(self, model: Any, steps: int, count: int = EXPERTS) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.steps = {round(first + (i + 1) * (last - first) / count) for i in range(count)}
+        self.steps = {round((i + 1) * steps / count) for i in range(count)}
         self.sums: list[torch.Tensor] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -280,22 +280,22 @@ class Study:
         rows, left_out = self.split(job.seed)
         steps = math.ceil(job.passes * len(rows) / 8)
         half = steps // 2
-        is_fresh, tail = method.start in FRESH, None
-        if is_fresh:
+        tails: list[TailMean] = []
+        if method.start in FRESH:
             model = self.fresh(method.start, job.seed)
-            first, last = (half, steps) if not method.in_two_steps else (0, steps - half)
-            tail = TailMean(model, first, last)
             if method.in_two_steps:
+                if job.seed != TUNING_SEED and any(job.method + TAIL in pair for pair in CONTRASTS):
+                    tails = [TailMean(model, steps - half)]
                 self.fit(model, rows, job.seed, half, job.rate, "constant", method.options)
-                self.fit(model, rows, ~job.seed, steps - half, LAST * job.rate, "linear", method.options, tail)
+                self.fit(model, rows, ~job.seed, steps - half, LAST * job.rate, "linear", method.options, *tails)
             else:
-                self.fit(model, rows, job.seed, steps, job.rate, "linear", method.options, tail)
+                self.fit(model, rows, job.seed, steps, job.rate, "linear", method.options)
         else:
             model = self.after_step_1(method.start, self.step_1(job, rows, half), rows, job.seed)
             if method.start != "mean_alone":
                 self.fit(model, rows, ~job.seed, steps - half, LAST * job.rate, "linear", method.options)
         self.measure(model, job, job.method, left_out, started)
-        if tail is not None and job.seed != TUNING_SEED:
+        for tail in tails:
             tail.apply()
             self.measure(model, job, job.method + TAIL, left_out, started)
 
@@ -445,8 +445,8 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
 
 def runs_of(ledgers: dict[int, Ledger]) -> dict[str, dict[int, dict[str, Any]]]:
     """Method → seed → its run."""
-    names = [name for method in METHODS for name in (method, method + TAIL)]
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in names}
+    named = [name for pair in CONTRASTS for name in pair]
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in dict.fromkeys([*METHODS, *named])}
     for seed in SEEDS:
         for run in ledgers[seed].records():
             if run["method"] in found:

@@ -1,6 +1,7 @@
 """
 Every page of the site in a browser, as wide as a laptop and as narrow as a phone: nothing is wider than the screen but
-what scrolls by itself, every picture shows, the console is empty, and code fits its box on the laptop.
+what scrolls by itself, every picture shows, the console is empty, and code fits its box on the laptop. They are read
+from the disk, where the search works, too.
 """
 
 from __future__ import annotations
@@ -48,6 +49,15 @@ def test_every_page_fits_its_screen(site: Path, browser: Any):
     pages = sorted(site.rglob("*.html"))
     faults = {str(page.relative_to(site)): faults_of(page, browser) for page in pages}
     assert len(pages) > 40 and not {page: what for page, what in faults.items() if what}
+
+
+def test_the_search_finds_a_page_without_a_server(site: Path, browser: Any):
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    browser.get(f"{(site / 'index.html').as_uri()}?q=perplexity")
+    links = "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    found = WebDriverWait(browser, 60).until(lambda driver: driver.execute_script(links))
+    assert any("/upit.html" in link for link in found)
 
 
 def test_a_page_with_faults_is_told(tmp_path: Path, browser: Any):

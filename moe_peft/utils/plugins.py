@@ -27,5 +27,5 @@ def load_plugins(names: Sequence[str] | str) -> None:
         except (Exception, SystemExit) as error:
             raise InputError(
                 f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}; name a module that "
-                "is installed, or a file of the current folder without its .py"
+                "is installed, or a file in the current folder without its .py"
             ) from error

@@ -328,7 +328,7 @@ def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]
 
 
 def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
-    """Raise if a field names modules that the model does not have, which PEFT passes over, or another task."""
+    """Raise if a field names modules that the model does not have, which PEFT ignores, or another task."""
     for field in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
@@ -354,12 +354,12 @@ def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
 
 
 def _refuse_kernels(name: str, model: nn.Module) -> None:
-    """Raise if a kernel takes the weight of a linear and does not run it: an adapter would not count."""
+    """Raise if a kernel takes the weight of a linear without running it: an adapter would have no effect."""
     parent, _, ending = name.rpartition(".")
     mixer = model.get_submodule(parent.replace(".base_layer", ""))
     if ending == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
         raise InputError(
-            f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight and does not run "
+            f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight without running "
             "it; choose another, such as in_proj"
         )
 
@@ -380,7 +380,7 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
 
     # A single linear: whatever PEFT knows the sizes of, quantized or adapted already. Embeddings and convolutions have
-    # sizes, too, and compute something else.
+    # sizes, too, but compute something else.
     if layout is None:
         _refuse_kernels(name, model)
         base = without_adapters(module)

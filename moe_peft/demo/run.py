@@ -56,7 +56,7 @@ _WAYS = ("base", "one LoRA for all", "mean of four LoRAs", "each its own LoRA", 
 
 class Result(NamedTuple):
     """
-    What one way to answer does with the held-out rows.
+    How one way to answer does on the held-out rows.
 
     Args:
         answers: to each row.

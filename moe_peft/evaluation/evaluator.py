@@ -52,7 +52,7 @@ def evaluate_model(
         model_path: the folder of an adapter, a native MoE or a dense model.
         settings: the tasks.
         output_dir: a new folder, or one with an earlier evaluation, whose files are replaced when all are written.
-        base: of an adapter its base, by default the one that it names; of another model the model to compare it with.
+        base: for an adapter its base, by default the one that it names; for another model the model to compare it with.
         with_base: evaluate the base too. An adapter's is the model without the adapter.
         experts: the only experts that routers may choose, indices or names; one expert gets all tokens, with gate 1.
         each_expert: evaluate each expert alone too (of `experts`, if given).

@@ -45,7 +45,7 @@ class RoutedLayer:
     """
 
     default_balancing: ClassVar[Scope]  # over which tokens the balancing loss is taken where a user does not say
-    compared: ClassVar[str]  # of what experts' likeness is
+    compared: ClassVar[str]  # what experts' likeness is computed from
     trains_reentrant: ClassVar[bool]  # whether logits have gradients under reentrant gradient checkpointing
 
     path: str
@@ -161,8 +161,8 @@ class AdapterLayer(RoutedLayer):
 
     def set_gate(self, weight_ND: torch.Tensor, router_type: str) -> bool:
         """
-        Give the router this weight. One of another kind than `router_type` is replaced, but for a linear gate where
-        that is one, too. Returns whether it was.
+        Give the router this weight. A router of another kind than `router_type` is replaced, unless both are linear
+        gates. Returns whether it was.
         """
         old, experts, device = self.router, self.experts, self.device
         fits = experts.router.type == router_type or (ROUTERS[router_type].linear_gate and old.linear_gate)

@@ -79,7 +79,7 @@ class LoraExperts(ExpertKind):
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
         """
         One LoRA whose updates are exactly the mean of the experts': their A's and B's side by side, of the sum of their
-        ranks. Means of the A's and of the B's would be another update.
+        ranks. Means of the A's and of the B's would give another update.
         """
         states = [_scaled(expert) for expert in experts]
         weights, ranks = {}, {}

@@ -97,7 +97,7 @@ class Stage(ABC):
         """Before any stage runs, maybe by reading weights: raise a `ValueError` if the recipe does not fit the base."""
 
     def similarity(self, folder: Path) -> dict[str, Any]:
-        """How similar the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
+        """How similar the experts that it wrote to `folder` are, for the record; nothing if it wrote none."""
         return self.kind.similarity(folder)
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -125,7 +125,7 @@ class Stage(ABC):
 
     @property
     def num_experts(self) -> int:
-        """The experts that there are when it is done."""
+        """How many experts there are when it is done."""
         return self.recipe.num_experts
 
     def settings(self) -> dict[str, Any]:

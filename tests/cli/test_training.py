@@ -511,7 +511,9 @@ def test_a_folder_that_is_not_empty_is_not_written_to(case, tmp_path, capsys):
     assert f"output_dir='{out}': is not empty; set resume_from_checkpoint=true" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", "true")
-    assert "checkpoint-3': belongs to another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    assert (
+        "checkpoint-3': belongs to another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit):

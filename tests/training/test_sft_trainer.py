@@ -303,9 +303,7 @@ def test_the_stage_of_routers_needs_a_loss_that_counts_in_it(labels, label_loss,
 def test_a_layer_that_has_none_of_a_labels_experts(tokenizer, tmp_path):
     model = make_model(num_experts_pattern={r"layers\.0\.mlp": 4})
     own = {"label_column": "domain", "expert_map": {"a": [0, 1], "b": [3, 5], "c": [4, 5]}}
-    with pytest.raises(
-        ValueError, match=r"expert_map: 'c' has experts \[4, 5\], but a layer has only 4; give"
-    ):
+    with pytest.raises(ValueError, match=r"expert_map: 'c' has experts \[4, 5\], but a layer has only 4; give"):
         make_trainer(tmp_path, tokenizer, model, **own)
     trainer = make_trainer(tmp_path, tokenizer, model, **{**own, "expert_map": {**own["expert_map"], "c": [0, 5]}})
     trainer.train()

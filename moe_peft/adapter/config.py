@@ -239,7 +239,7 @@ class MoELoraConfig(_Settings, PeftConfig):
             self._check_unread(f"router_{unread.name}", unread.default, f"{kind} has no use for it")
         if router.by_token_id:
             for name in ("router_jitter_noise", "normalize_top_k"):
-                self._check_unread(name, self._default(name), f"{kind} reads token ids alone")
+                self._check_unread(name, self._default(name), f"{kind} reads only token ids")
         if router.only_top_k is not None or router.all_experts:
             self._check_unread("top_k_pattern", {}, f"{kind} has one top_k")
         if router.only_top_k is not None:

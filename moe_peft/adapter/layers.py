@@ -126,7 +126,7 @@ class MoELoraLayer(BaseTunerLayer):
         if not x.is_meta and any(next(iter(self.expert_parameters(a)[0].values())).is_meta for a in running):
             raise InputError(  # products of tensors without values give arbitrary numbers
                 f"MoE-LoRA: adapter {running[0]!r}: its experts are offloaded, and nothing brings them back; load the "
-                "adapter with a device_map of GPUs alone"
+                "adapter with a device_map of GPUs only"
             )
         return running
 

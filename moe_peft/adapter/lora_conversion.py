@@ -34,7 +34,7 @@ Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str,
 Attention: TypeAlias = Literal["route", "mean"]
 logger = logging.getLogger("moe_peft")
 _PREFIX = "base_model.model."
-# What a LoRA may have and an expert cannot: field → the value that means none of it, beside None and empty ones; why.
+# What a LoRA may have and an expert cannot: field → the value that means none of it, besides None and empty ones; why.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "use_dora": (False, "DoRA rescales the whole weight; train a LoRA without it"),
     "bias": ("none", "biases of the base were trained; train a LoRA without them"),
@@ -193,7 +193,7 @@ def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLi
 
 
 def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:
-    """Those of a model's linears that belong to no FFN of a known layout."""
+    """A model's linears that belong to no FFN of a known layout."""
 
     def is_outside(name: str) -> bool:
         owner, _, projection = name.rpartition(".")

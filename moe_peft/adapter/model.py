@@ -294,7 +294,7 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
         if hooked or (is_dispatched and any(p.is_meta for p in module.parameters())):
             raise InputError(
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
-                "device_map of GPUs alone, quantize it, or shard it by FSDP2 or DeepSpeed"
+                "device_map of GPUs only, quantize it, or shard it by FSDP2 or DeepSpeed"
             )
 
 
@@ -311,7 +311,7 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
                 f"{field} has {rows} rows, and none for token {max(ids)}; call resize_token_embeddings first"
             )
         if any(getattr(module, "bias", None) is not None for module in named.values()):
-            raise InputError(f"{field} has a bias, which PEFT leaves out beside trained rows; name embeddings alone")
+            raise InputError(f"{field} has a bias, which PEFT drops where rows are trained; name only embeddings")
         if any(path.endswith(saved) for path in named for saved in config.modules_to_save or ()):
             raise InputError(f"{field} is in modules_to_save, too, which trains all its rows; name it in one of them")
 

@@ -1,4 +1,4 @@
-"""What a mixture gives on held-out rows, beside its base, each expert alone, the experts' mean, one by the prompt."""
+"""What a mixture gives on held-out rows, beside its base, each expert alone, the experts' mean, and one by prompt."""
 
 from __future__ import annotations
 

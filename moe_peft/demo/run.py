@@ -1,4 +1,6 @@
-"""`moe-peft demo`: four LoRAs become one model, beside what else one could do with them, which is then exported."""
+"""
+`moe-peft demo`: four LoRAs become one model, which is compared with what else one could do with them and exported.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class RoutedLayer:
 
 @dataclass(frozen=True, eq=False)
 class AdapterLayer(RoutedLayer):
-    """Of a MoE-LoRA adapter: a tuner layer and the adapter's name."""
+    """A layer of a MoE-LoRA adapter: a tuner layer and the adapter's name."""
 
     default_balancing = "layer"
     compared = "updates B A"
@@ -196,7 +196,7 @@ class AdapterLayer(RoutedLayer):
 @dataclass(frozen=True, eq=False)
 class NativeLayer(RoutedLayer):
     """
-    Of a native MoE: a gate, perhaps with a router of this package inside (`RoutedGate`).
+    A layer of a native MoE: a gate, perhaps with a router of this package inside (`RoutedGate`).
 
     Args:
         block: the module around the gate, which has the experts too.
@@ -383,7 +383,7 @@ def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
 
 
 def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
-    """Those whose routers the model's class declares; none in a dense model."""
+    """The layers whose routers the model's class declares; none in a dense model."""
     gates: dict[nn.Module, int] = {}
     idle: set[nn.Module] = set()
     for module in model.modules():

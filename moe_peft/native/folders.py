@@ -296,7 +296,7 @@ class AdapterFolder(ModelFolder):
             return PeftModel.from_pretrained(model, self.path)
 
     def _resized(self, model: PreTrainedModel) -> PreTrainedModel:
-        """With rows for added tokens, as PEFT, which saves such embeddings in the adapter."""
+        """With rows for added tokens, like PEFT, which saves such embeddings in the adapter."""
         if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
         return model

@@ -131,7 +131,7 @@ def memory(
 
 
 def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of all weights, of the largest layer, and of those in no layer. A tied weight counts once."""
+    """Bytes of all weights, of the largest layer, and of those in no layer. A tied weight counts once."""
     scale = (1 if quantization.get("bnb_4bit_use_double_quant") else 4) / 64  # 64 weights have one in float32
     packed = 0.5 + scale if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
     head = base_model(model).get_output_embeddings()

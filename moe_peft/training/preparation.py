@@ -43,7 +43,7 @@ _OF_TRAINING = {
 
 
 def preparation(max_length: int) -> SFTConfig:
-    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most so many tokens."""
+    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most this many tokens."""
     return SFTConfig(
         output_dir=tempfile.gettempdir(), bf16=False, max_length=max_length, report_to="none",
         gradient_checkpointing=False, use_cpu=not torch.accelerator.is_available(),

@@ -98,7 +98,7 @@ class RunContext:
 
     @cached_property
     def hashes(self) -> dict[str, Any]:
-        """Of the inputs."""
+        """The hashes of the inputs."""
         name = Path(self.base.name_or_path)
         commit = getattr(self.base.config, "_commit_hash", None)
         return {

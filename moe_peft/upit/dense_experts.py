@@ -86,7 +86,7 @@ class DenseExperts(ExpertKind):
         copy_companions(self.base.folder, folder, TERMS)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
-        """Of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
+        """Inner products of displacements from the base's FFNs: of a stage's dense models, or of its MoE's experts."""
         experts, moe = written_experts(folder), folder / self.output
         if not experts and not moe.is_dir():
             return None

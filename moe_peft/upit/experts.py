@@ -154,7 +154,7 @@ class ExpertKind(ABC):
         Args:
             routers: the file of the routers' weights; None: new ones.
             data: the training data, and `args` how they are prepared, for gates that come from data.
-            state: a folder to keep what a resumed run is to find again.
+            state: a folder for what a resumed run needs again.
         """
 
     @abstractmethod
@@ -162,7 +162,7 @@ class ExpertKind(ABC):
         """The MoE, with new values."""
 
     def finish(self, folder: Path, model: Any) -> None:  # noqa: B027
-        """What is to be done with the trained MoE's folder, in the main process."""
+        """Complete the trained MoE's folder, in the main process."""
 
     @abstractmethod
     def load_result(self, folder: Path, seed: int) -> tuple[TrainedModel, PreTrainedModel | None]:

@@ -114,7 +114,7 @@ class UpIT:
 
     @property
     def records(self) -> dict[str, dict[str, Any]]:
-        """Of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files."""
+        """The records of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files."""
         return self.context.records
 
     @property

@@ -165,7 +165,7 @@ class RouterInitSection(Settings):
             takes_capacity = self.capacity is None or self.rule.needs_perplexities
             require("router_init.capacity", self.capacity, takes_capacity, "null: it is for buckets by perplexity")
             takes_map = self.expert_map is None or self.rule.needs_labels
-            require("router_init.buckets", self.buckets, takes_map, "'label' beside router_init.expert_map")
+            require("router_init.buckets", self.buckets, takes_map, "'label' with router_init.expert_map")
         return self
 
 

@@ -293,7 +293,7 @@ class Recipe(RecipeFields):
 
     @property
     def dtype(self) -> str:
-        """Of the base's weights. A step of 2e-5 is too small to change most weights in bfloat16."""
+        """The dtype of the base's weights. A step of 2e-5 is too small to change most weights in bfloat16."""
         return "float32" if self.mode == "ffn" and self.model.dtype == "auto" else self.model.dtype
 
     @property

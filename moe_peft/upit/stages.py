@@ -137,7 +137,7 @@ class TrainingStage(TrainerStage):
         """
 
     def advice(self, rows: int, processes: int) -> str:
-        """What a plan says about the stage beside its numbers."""
+        """What a plan says about the stage besides its numbers."""
         return ""
 
     def planned_trainer(self, model: Any, args: Any, data: Dataset) -> Trainer:

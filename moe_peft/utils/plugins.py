@@ -1,4 +1,4 @@
-"""The user's modules that extend this package, by adding a router to `ROUTERS`, say."""
+"""The user's modules that extend this package, e.g. by adding a router to `ROUTERS`."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Settings(BaseModel):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
-# What a field takes beside its type, which is one that a command line can give: `read_expert_map` checks the one, and
+# What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and
 # a word on a command line is true or false in a file.
 _ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
 

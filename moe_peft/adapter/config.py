@@ -27,7 +27,7 @@ Mixing = Literal["output", "projection"]
 
 # The settings of routers that a config has, as `router_…`.
 _ROUTER_SETTINGS = {each.name: each for each in fields(RouterSettings) if "help" in each.metadata}
-# Settings of `LoraConfig` that experts lack, with the values that ask for nothing.
+# Settings of `LoraConfig` that experts lack, with the values that have no effect.
 _LORA_SETTINGS = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -49,7 +49,7 @@ _Settings: Any = make_dataclass(
 
 
 def unread_settings(router: type[Router]) -> list[Field]:
-    """The fields of `RouterSettings` that routers of this class have no use for; all read the jitter noise."""
+    """The fields of `RouterSettings` that routers of this class do not read; all read the jitter noise."""
     return [each for name, each in _ROUTER_SETTINGS.items() if name not in ("jitter_noise", *router.reads)]
 
 
@@ -119,8 +119,7 @@ class MoELoraConfig(_Settings, PeftConfig):
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
             D and B is U.
         bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication, target_parameters: Arguments of
-            `LoraConfig`, accepted at the values that ask for nothing, so that those of a tutorial need not be taken
-            out.
+            `LoraConfig`, accepted at the values that have no effect, so that those of a tutorial need not be taken out.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
@@ -200,7 +199,7 @@ class MoELoraConfig(_Settings, PeftConfig):
         return ROUTERS[self.router_type]
 
     def _check_values(self) -> None:
-        """Values that would compute something else than asked, or NaN."""
+        """Values that would compute something other than what was asked for, or NaN."""
         check_settings(self, "MoELoraConfig: ")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
@@ -240,7 +239,7 @@ class MoELoraConfig(_Settings, PeftConfig):
             self._check_unread(f"router_{unread.name}", unread.default, f"{kind} has no use for it")
         if router.by_token_id:
             for name in ("router_jitter_noise", "normalize_top_k"):
-                self._check_unread(name, self._default(name), f"{kind} reads token ids alone")
+                self._check_unread(name, self._default(name), f"{kind} reads only token ids")
         if router.only_top_k is not None or router.all_experts:
             self._check_unread("top_k_pattern", {}, f"{kind} has one top_k")
         if router.only_top_k is not None:
@@ -318,12 +317,14 @@ class MoELoraConfig(_Settings, PeftConfig):
 
 
 def by_pattern(pattern: dict[str, Any], module_name: str, default: Any) -> Any:
-    """A module's value in `rank_pattern` or another of PEFT's patterns: of the first key that its name ends with."""
+    """
+    A module's value in `rank_pattern` or another of PEFT's patterns: that of the first key that its name ends with.
+    """
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module_name)), default)
 
 
 def usual_alpha(r: int, top_k: int = 1, use_rslora: bool = False) -> float:
-    """The alpha with which a scaling is twice the number of a token's experts; of a LoRA, twice."""
+    """The alpha with which a scaling is twice the number of a token's experts; for a LoRA, 2."""
     return 2 * top_k * (r**0.5 if use_rslora else r)
 
 

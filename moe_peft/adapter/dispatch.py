@@ -290,7 +290,7 @@ class Gather(Dispatch):
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
 
-# --- backward passes that autograd would not derive: that of spread is collect, no indexed sum -----------------------
+# --- backward passes that autograd would not derive: that of spread is collect, not an indexed sum -------------------
 
 
 def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,10 +44,10 @@ class Crossovers:
     Where one method becomes faster than another on a kind of device.
 
     Args:
-        columns: with at most so many columns n·r, one product of the tokens with all experts beats products by pair.
+        columns: with at most this many columns n·r, one product of the tokens with all experts beats products by pair.
         pair_columns: the same for products of pairs, of mixing "output".
-        pairs: with at most so many pairs T·k (decoding), sorting costs more than it saves.
-        narrow_pairs: with at most so many, copies of their experts' matrices beat even narrow products with all.
+        pairs: with at most this many pairs T·k (decoding), sorting costs more than it saves.
+        narrow_pairs: with at most this many, copies of their experts' matrices beat even narrow products with all.
         grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
             multiplies one expert after the other, and no CUDA graph can be captured.
     """
@@ -74,7 +74,7 @@ DEVICES = {
 
 @torch.compiler.assume_constant_result
 def device_kind(device: torch.device) -> str:
-    """The device's key in `DEVICES`. Of NVIDIA's GPUs those of one major compute capability are alike."""
+    """The device's key in `DEVICES`. NVIDIA's GPUs of one major compute capability are alike."""
     if device.type in ("cpu", "meta"):
         return "cpu"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():

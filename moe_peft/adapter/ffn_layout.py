@@ -65,7 +65,7 @@ class FFNLayout:
     def matches(self, module: nn.Module) -> bool:
         """
         Whether `module` has every part that the layout names, and the projections' sizes agree. Where the activation is
-        torch's function, the projections must be the only parts: an activation of another name would be another one.
+        torch's function, the projections must be the only parts: a part of another name might be another activation.
         """
         parts = [*self.projections, *(part for part in (self.act, self.dropout) if part and not part.startswith("F."))]
         if not all(hasattr(module, part) for part in parts):

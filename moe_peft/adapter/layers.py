@@ -112,7 +112,7 @@ class MoELoraLayer(BaseTunerLayer):
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
     def shared_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
-        """The same of the experts that serve every token, [1, m·r, …] each; only if there are some."""
+        """The same for the experts that serve every token, [1, m·r, …] each; only if there are any."""
         A, B = self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name]
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
@@ -124,9 +124,9 @@ class MoELoraLayer(BaseTunerLayer):
         """The active adapters that this layer has, if it is not disabled."""
         running = [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
         if not x.is_meta and any(next(iter(self.expert_parameters(a)[0].values())).is_meta for a in running):
-            raise InputError(  # products of tensors without values give any numbers
+            raise InputError(  # products of tensors without values give arbitrary numbers
                 f"MoE-LoRA: adapter {running[0]!r}: its experts are offloaded, and nothing brings them back; load the "
-                "adapter with a device_map of GPUs alone"
+                "adapter with a device_map of GPUs only"
             )
         return running
 

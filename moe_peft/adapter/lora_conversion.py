@@ -34,19 +34,19 @@ Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str,
 Attention: TypeAlias = Literal["route", "mean"]
 logger = logging.getLogger("moe_peft")
 _PREFIX = "base_model.model."
-# What a LoRA may have and an expert cannot: field → the value that means none of it, beside None and empty ones; why.
+# What a LoRA may have and an expert cannot: field → the value that means none of it, besides None and empty ones; why.
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "use_dora": (False, "DoRA scales the whole weight anew; train a LoRA without it"),
+    "use_dora": (False, "DoRA rescales the whole weight; train a LoRA without it"),
     "bias": ("none", "biases of the base were trained; train a LoRA without them"),
     "lora_bias": (False, "an expert has no bias; train a LoRA without it"),
     "modules_to_save": (None, "these were trained in full, and experts share all but their LoRAs; train without them"),
     "target_parameters": (None, "LoRAs on parameters of a MoE have no place in an expert; adapt linear layers"),
-    "alora_invocation_tokens": (None, "it is active after some tokens alone; train an ordinary LoRA"),
-    "layer_replication": (None, "its base has some layers several times; train a LoRA of the base as it is"),
+    "alora_invocation_tokens": (None, "it is active only after certain tokens; train an ordinary LoRA"),
+    "layer_replication": (None, "its base repeats some layers; train a LoRA of the base as it is"),
     "use_qalora": (False, "its A reads means of inputs; train an ordinary LoRA"),
     "use_bdlora": (None, "its matrices are block-diagonal; train an ordinary LoRA"),
     "kasa_config": (None, "it changes the base's weights; train an ordinary LoRA"),
-    "monteclora_config": (None, "it has weights beside A and B; train an ordinary LoRA"),
+    "monteclora_config": (None, "it has weights besides A and B; train an ordinary LoRA"),
     "arrow_config": (None, "it routes between LoRAs itself; give these"),
 }
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight", "embed_out.weight")
@@ -144,7 +144,7 @@ def lora_to_moe(
         raise InputError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
     if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
         raise InputError(
-            "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
+            "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
         )
     loras, targets = _read_loras(model, adapters)
     # The model's task: adapters may name another, which nothing of a LoRA depends on.
@@ -193,7 +193,7 @@ def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLi
 
 
 def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:
-    """Those of a model's linears that belong to no FFN of a known layout."""
+    """A model's linears that belong to no FFN of a known layout."""
 
     def is_outside(name: str) -> bool:
         owner, _, projection = name.rpartition(".")
@@ -244,7 +244,7 @@ def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tens
     differing = [token for token, of_token in rows.items() if any(not of_token[0].equal(row) for row in of_token)]
     if differing:
         logger.warning(
-            "%s: adapters have different rows for the tokens %s, and experts share their mean; where that harms, train "
+            "%s: adapters have different rows for the tokens %s, and experts share their mean; if that harms, train "
             "the tokens first, merge them into the base, and train the adapters on that",
             module, differing[:8],
         )  # fmt: skip
@@ -428,8 +428,8 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
             raise InputError(f"lora_to_moe: {name}: {field}={value!r}: {why}")
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
         raise InputError(
-            f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
-            "this has changed; save it for the plain base, with path_initial_model_for_weight_conversion"
+            f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it fits only a base that this has "
+            "changed; save it for the plain base, with path_initial_model_for_weight_conversion"
         )
     state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}
@@ -480,7 +480,7 @@ def _rows_by_token(
     if tied and module != (embeddings := embeddings_name(model)):
         if ids != trained_tokens(config, embeddings):
             raise InputError(
-                f"lora_to_moe: {name}: {module} has rows of its own, and the base ties it to {embeddings}; train both "
+                f"lora_to_moe: {name}: {module} has rows of its own, but the base ties it to {embeddings}; train both "
                 "for the same tokens"
             )
         return {}  # a copy of the embeddings'

@@ -294,7 +294,7 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
         if hooked or (is_dispatched and any(p.is_meta for p in module.parameters())):
             raise InputError(
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
-                "device_map of GPUs alone, quantize it, or shard it by FSDP2 or DeepSpeed"
+                "device_map of GPUs only, quantize it, or shard it by FSDP2 or DeepSpeed"
             )
 
 
@@ -311,7 +311,7 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
                 f"{field} has {rows} rows, and none for token {max(ids)}; call resize_token_embeddings first"
             )
         if any(getattr(module, "bias", None) is not None for module in named.values()):
-            raise InputError(f"{field} has a bias, which PEFT leaves out beside trained rows; name embeddings alone")
+            raise InputError(f"{field} has a bias, which PEFT drops where rows are trained; name only embeddings")
         if any(path.endswith(saved) for path in named for saved in config.modules_to_save or ()):
             raise InputError(f"{field} is in modules_to_save, too, which trains all its rows; name it in one of them")
 
@@ -328,7 +328,7 @@ def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]
 
 
 def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
-    """Raise if a field names modules that the model does not have, which PEFT passes over, or another task."""
+    """Raise if a field names modules that the model does not have, which PEFT ignores, or another task."""
     for field in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
@@ -354,12 +354,12 @@ def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
 
 
 def _refuse_kernels(name: str, model: nn.Module) -> None:
-    """Raise if a kernel takes the weight of a linear and does not run it: an adapter would not count."""
+    """Raise if a kernel takes the weight of a linear without running it: an adapter would have no effect."""
     parent, _, ending = name.rpartition(".")
     mixer = model.get_submodule(parent.replace(".base_layer", ""))
     if ending == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
         raise InputError(
-            f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight and does not run "
+            f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight without running "
             "it; choose another, such as in_proj"
         )
 
@@ -380,7 +380,7 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
 
     # A single linear: whatever PEFT knows the sizes of, quantized or adapted already. Embeddings and convolutions have
-    # sizes, too, and compute something else.
+    # sizes, too, but compute something else.
     if layout is None:
         _refuse_kernels(name, model)
         base = without_adapters(module)

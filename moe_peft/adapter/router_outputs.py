@@ -151,7 +151,7 @@ def _is_installed(model: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
-    # A backbone inside of its model: the model collects.
+    # A backbone inside its model: the model collects.
     outer = outer_collection(module)
     if outer is not None and module is getattr(outer.owner, "base_model", None):
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone gets the backbone's
@@ -220,9 +220,9 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces, too
 def _warn_unbalanced(name: str) -> None:
-    """Warn of a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
+    """Warn about a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
     warnings.warn(
-        f"MoE-LoRA: {name} trains by a loss of its caller's, which lacks the balancing loss; add RouterLossesMixin to "
+        f"MoE-LoRA: {name} trains with its caller's own loss, which lacks the balancing loss; add RouterLossesMixin to "
         "the trainer (docs/training.md), or pass output_router_logits=True and add router_aux_loss_coef * aux_loss",
         UserWarning,
         stacklevel=1,  # one place, so that it is shown once
@@ -230,7 +230,10 @@ def _warn_unbalanced(name: str) -> None:
 
 
 def _with_router_logits(output: Any, router_logits: tuple[torch.Tensor, ...] | None) -> Any:
-    """The output in a class that has the field. It is the same object, as making one takes long beside a token."""
+    """
+    The output in a class that has the field. It is the same object, as making a new one takes long compared with a
+    token.
+    """
     cls = _moe_output_class(type(output))
     if torch.compiler.is_compiling():  # knows no change of a class
         return cls(**{**output, "router_logits": router_logits})

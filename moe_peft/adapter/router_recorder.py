@@ -1,9 +1,9 @@
 """
 Records router logits, and what was chosen, while a backbone runs.
 
-Hooks start a forward pass's collection by `begin`, and close it. In between, each layer appends its router's logits
+Hooks start a forward pass's collection with `begin`, and close it. In between, each layer appends its router's logits
 (as the router's own forward hooks leave them), and then the experts that were chosen and their gates (steering and
-routers' own rules included). Whoever wants them subscribes by `observing`; the gates of a native MoE are recorded in
+routers' own rules included). Whoever wants them subscribes with `observing`; the gates of a native MoE are recorded in
 the same way, for as long as somebody does.
 
 The current collection is thread-local: two threads may generate with one model, and CUDA runs backward, including the
@@ -78,8 +78,8 @@ state = State()
 
 def outer_collection(module: nn.Module) -> Collection | None:
     """
-    That of the forward pass around one of `module`. Neither a model nor its backbone calls itself or the other way
-    round: such a call was left by Ctrl-C, on which torch runs no hooks.
+    The collection of the forward pass around one of `module`. A model never calls itself, nor does its backbone call
+    it: such a collection was left behind by Ctrl-C, on which torch runs no hooks.
     """
     outer = state.current.collection
     while outer is not None and (outer.owner is module or outer.owner is getattr(module, "base_model", None)):
@@ -102,7 +102,7 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
 
 
 def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `model` by name, those that were passed by position, too."""
+    """The arguments of a call of `model` by name, including those passed by position."""
     if not args:
         return kwargs
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]

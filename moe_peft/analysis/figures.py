@@ -16,7 +16,7 @@ from .token_classes import TOKEN_CLASSES
 DPI = 150
 MOST_PANELS = 12  # of a figure with one panel per domain or layer, and of a panel's layers
 _MOST_EXPERTS = 16  # with more, numbers in the cells would be unreadable
-# What else than the drawing a file would hold: left out, so that every matplotlib version writes the same bytes.
+# What a file would hold besides the drawing: left out, so that every matplotlib version writes the same bytes.
 _METADATA = {
     ".png": {"Software": None},
     ".pdf": {"Creator": None, "Producer": None, "CreationDate": None},

@@ -283,7 +283,7 @@ def shares_section(
         "Where each domain's tokens go",
         [
             "A token that goes to an expert is an assignment; with two experts per token, each token makes two. "
-            f"The numbers say which share of a layer's assignments each expert gets. Even routing gives every expert "
+            f"The numbers say what share of a layer's assignments each expert gets. Even routing gives every expert "
             f"{even}. Expert 3 of one layer has nothing to do with expert 3 of another. "
             "Domains whose panels look alike are not told apart by the routers."
         ],
@@ -421,7 +421,7 @@ def _inlined(path: Path, title: str) -> Markup:
 
 
 def _coded(text: str) -> Markup:
-    """Text whose parts between backticks are in the font of code."""
+    """Text whose parts between backticks are in code font."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -1,4 +1,4 @@
-"""The examples that a command passes through a model, and what a report says of a loaded model."""
+"""The examples that a command passes through a model, and what a report says about a loaded model."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class Answer:
 
     Args:
         question: what was asked.
-        tokens: the text of each token, [T]; they join to the answer. That of a character of several tokens belongs to
-            the last of them.
+        tokens: the text of each token, [T]; they join to the answer. A character of several tokens belongs to the last
+            of them.
         routes: the experts of the same T tokens; None if no router ran.
         steering: how it was routed: "auto", "expert law", "without law" or "base".
         ending: "end" (the model ended it), "length" (`max_new_tokens`) or "stopped".
@@ -97,9 +97,9 @@ class Conversation:
 
     Args:
         model: of any kind, in evaluation mode; a MoE-LoRA adapter and a native MoE have routes.
-        tokenizer: its chat template writes the turns. Without one, each question is a text to continue by itself.
+        tokenizer: its chat template writes the turns. Without one, each question is continued as text, on its own.
         system: the system prompt.
-        max_new_tokens: the most tokens of an answer.
+        max_new_tokens: the most tokens in an answer.
         temperature: 0 takes the most probable token each time.
 
     Attributes:
@@ -152,7 +152,7 @@ class Conversation:
 
     def ask(self, question: str) -> Iterator[str]:
         """
-        The answer's text, piece by piece; it is `answers[-1]` afterwards, also if the iterator is closed early.
+        The answer's text, piece by piece; it is `answers[-1]` afterwards, even if the iterator is closed early.
 
         Raises:
             ValueError: the conversation is too long for the model.
@@ -160,11 +160,11 @@ class Conversation:
         return self._answer(question, self.answers)
 
     def ask_again(self) -> Iterator[str]:
-        """The last question, asked again under the present steering; the new answer replaces the last one."""
+        """The last question, asked again under the current steering; the new answer replaces the last one."""
         return self._answer(self.answers[-1].question, self.answers[:-1])
 
     def stop(self) -> None:
-        """End the running answer after its present token, from any thread."""
+        """End the running answer after its current token, from any thread."""
         self._stop.set()
 
     @property
@@ -194,7 +194,7 @@ class Conversation:
 
     def steer(self, kind: Kind, experts: Expert | Sequence[Expert] = ()) -> None:
         """
-        Route all further answers in this way, instead of the one before.
+        Route all further answers in this way instead of the previous one.
 
         Args:
             kind: "auto": as the model does; "expert": one serves all tokens; "forbid": routers choose among the others;
@@ -207,7 +207,7 @@ class Conversation:
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts
         if kind in ("expert", "forbid") and not self.experts:
-            raise InputError("the model has no router: every token takes the same way")
+            raise InputError("the model has no router: every token takes the same path")
         if (kind == "expert" and len(given) != 1) or (kind == "forbid" and not given):
             raise InputError(f"{kind}: name {'one' if kind == 'expert' else 'some'} of the experts: {self._known()}")
         self._kind, self._steered = kind, sorted({self._index(expert) for expert in given})
@@ -298,7 +298,7 @@ class Conversation:
         return {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
 
     def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run) -> None:
-        """A token is routed when it is read, so one more is generated, which is left out: often that of the end."""
+        """A token is routed when it is read, so one more is generated and left out: often the end token."""
         choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
         if self.temperature == 0:
             choose = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")) | {"do_sample": False}
@@ -326,7 +326,7 @@ class Conversation:
 
 
 class _Run(BaseStreamer):
-    """One call of `generate`; iterating over it gives each token but the last, as soon as the next one is there."""
+    """One call of `generate`; iterating over it gives each token but the last, as soon as the next one is known."""
 
     def __init__(self, stop: threading.Event) -> None:
         self.ids: list[int] = []

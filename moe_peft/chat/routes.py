@@ -154,7 +154,7 @@ class RouteTape:
         self.n = max(logits_TN.shape[-1] for logits_TN in seen.router_logits)
 
     def routes(self, start: int = 0, stop: int | None = None) -> Routes | None:
-        """Of the tokens from `start` to before `stop`, counted over all passes; None if no router ran."""
+        """The routes of the tokens from `start` to before `stop`, counted over all passes; None if no router ran."""
         if not self._experts:
             return None
         experts_LTK, gates_LTK = (_joined(passes, slice(start, stop)) for passes in (self._experts, self._gates))

@@ -240,7 +240,7 @@ COMMANDS: dict[str, _Command] = {
     "/auto": _Command("/auto", "routers choose freely again", lambda t, rest: t.steer("auto", "")),
     "/clear": _Command("/clear", "forget all turns", Terminal.clear),
     "/help": _Command("/help", "list the commands", Terminal.help),
-    "/quit": _Command("/quit", "leave, as Ctrl-D does", Terminal.quit),
+    "/quit": _Command("/quit", "leave, like Ctrl-D", Terminal.quit),
 }
 
 
@@ -255,7 +255,7 @@ def _beside(columns: list[str], texts: list[str], served: list[str] | None = Non
 
 
 def _style(color: str | None) -> str:
-    """Of letters on an expert's color; grey letters for those that have none."""
+    """The style of letters on an expert's color; grey letters for those that have none."""
     return "grey50" if color is None else f"{'white' if color == PALETTE[0] else 'black'} on {color}"
 
 

@@ -60,14 +60,14 @@ class Page:
         self, visit: Visit, question: str, kind: Kind, experts: Sequence[str], layer: str
     ) -> Iterator[tuple[str, str]]:
         """
-        Answer a question. Yields the earlier turns and the last one as HTML, again and again while the answer comes.
+        Answer a question. Yields the earlier turns and the last one as HTML, repeatedly while the answer comes.
 
         Args:
             kind, experts: as `Conversation.steer` takes them.
             layer: whose experts the colors show: a router's number, `DECISIVE` or `MEAN`.
 
         Raises:
-            ValueError: the model cannot be steered so, or the conversation is too long for it.
+            ValueError: the model cannot be steered that way, or the conversation is too long for it.
         """
         if not question.strip():
             raise InputError("write a question first")
@@ -170,7 +170,7 @@ def _finished(answer: Answer, layer: str) -> Markup:
 
 def import_gradio() -> Any:
     """
-    Gradio, which tells nobody that it is used.
+    Gradio, with its telemetry turned off.
 
     Raises:
         ValueError: it is not installed.
@@ -268,7 +268,7 @@ def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int
     except OSError as error:
         ports = "7860 to 7959" if port is None else port
         raise InputError(f"--host {host}, --port {ports}: taken, or not an address of this machine") from error
-    print(f"open {url} (Ctrl-C ends)")
+    print(f"open {url} (Ctrl-C to stop)")
     demo.block_thread()
 
 

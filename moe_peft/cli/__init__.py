@@ -23,7 +23,7 @@ from .help import ASKED, prepare_help
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; `ends_in_one_line` says how one ends that does not finish."""
+    """Run a command; `ends_in_one_line` says how failed and stopped commands end."""
     options, rest = _parser().parse_known_args(arguments)
     rest = [*options.arguments, *rest]
     if options.command is None and rest in ([], ["--help-all"]):
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command != "exec":  # shells leave that of --output=~/folder
         rest = [re.sub(r"^(--[\w-]+=)?~(?=/)", lambda flag: (flag[1] or "") + os.path.expanduser("~"), a) for a in rest]
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # results have signs that not every terminal has
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show all characters of results
     quiet = options.quiet
     with ends_in_one_line(options.command):
         try:
@@ -79,7 +79,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _common() -> argparse.ArgumentParser:
-    """Options that every command has, and the file of those that train, which may name plugins."""
+    """Options that every command has, and the YAML file of those that train, which may name plugins."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--plugins", nargs="+", default=[])
@@ -95,7 +95,7 @@ def _check_launcher() -> None:
             raise InputError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
 
 
-# Logger → words of its lines that say nothing about what the user does.
+# Logger → words of its lines that tell the user nothing.
 _NOISE = {
     "torchao": "Failed to load",
     "torchao.kernel.intmm": "Detected no triton",
@@ -107,8 +107,8 @@ _NOISE = {
 
 def _hide_noise() -> None:
     """
-    Hide what other packages tell their developers, and their bars of a second; what a user has set by `PYTHONWARNINGS`
-    and the packages' own variables stays. Their errors, and all other warnings, are shown.
+    Hide what other packages tell their own developers, and their progress bars of a second, unless the user has set
+    `PYTHONWARNINGS` or the packages' own variables. Their errors, and all other warnings, are shown.
     """
     for name in _NOISE:
         logging.getLogger(name).addFilter(_is_news)
@@ -127,14 +127,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _bar(kind: Any, args: Any, kwargs: Any) -> Any:
-    """A bar of transformers', which ours are made by, too."""
+    """A progress bar of transformers, which also makes ours."""
     if kwargs.get("desc") in ("Loading weights", "Writing model shards"):
         kwargs = {**kwargs, "disable": True}
     return kind(*args, **kwargs)
 
 
 def _hide_progress() -> None:
-    """No bars, of ours or of other packages, and of these no warnings."""
+    """No progress bars, ours or those of other packages, and none of their warnings."""
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-peft {__version__}")
-    parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars: only results, our warnings and errors")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help=argparse.SUPPRESS)
     return parser

@@ -1,6 +1,6 @@
 """
 The options of the commands that train, as flags and from YAML files: the fields of TRL's dataclasses and of
-`MoELoraConfig`, all under their own names. Flags go before the file.
+`MoELoraConfig`, all under their own names. Flags override the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunOptions:
     """What no other dataclass has."""
 
     adapter: str | None = field(
-        default=None, metadata={"help": "Train this MoE-LoRA adapter, a folder, further; not a new one."}
+        default=None, metadata={"help": "Train this MoE-LoRA adapter (a folder) further instead of a new one."}
     )
     use_peft: bool | None = field(
         default=None,
@@ -47,17 +47,20 @@ class RunOptions:
     )
     stages: list[str] | None = field(
         default=None,
-        metadata={"help": "Train one stage after the other: routers, rest, joint. In YAML also stage → its settings."},
+        metadata={"help": "Train in stages, one by one: routers, rest, joint. In YAML also stage → its settings."},
     )
     early_stopping_patience: int | None = field(
         default=None,
-        metadata={"help": "Stop after so many evaluations that were not better, with load_best_model_at_end."},
+        metadata={"help": "Stop after this many evaluations without improvement, with load_best_model_at_end."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
-    time: bool = field(default=False, metadata={"help": "With dry_run: train a few steps, and plan the time by them."})
+    time: bool = field(
+        default=False, metadata={"help": "With dry_run: train a few steps, and estimate the time from them."}
+    )
     processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
     strategy: str | None = field(
-        default=None, metadata={"help": "With dry_run: what shards the state among them: ddp, fsdp2, zero2 or zero3."}
+        default=None,
+        metadata={"help": "With dry_run: what shards the state among processes: ddp, fsdp2, zero2 or zero3."},
     )
 
 
@@ -104,7 +107,7 @@ class Options:
         data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
         adapter: fields of `MoELoraConfig`.
         run: the command's own.
-        has_rate: whether the user said a learning rate.
+        has_rate: whether the user set a learning rate.
     """
 
     data: ScriptArguments
@@ -127,7 +130,7 @@ class Options:
 
     @cached_property
     def _adapter(self) -> MoELoraFolder:
-        """The adapter that is trained further."""
+        """The adapter to train further."""
         return open_folder(str(self.run.adapter), "adapter", MoELoraFolder)
 
     @cached_property
@@ -140,7 +143,9 @@ class Options:
             return None
         for name, default in vars(AdapterOptions()).items():
             if (value := self.adapter[name]) != default:
-                raise InputError(f"{name}={value!r}: is for a new adapter, and adapter names one; leave it out")
+                raise InputError(
+                    f"{name}={value!r}: is for a new adapter, but adapter names an existing one; leave it out"
+                )
         config = self._adapter.config
         config.inference_mode = False
         if self.training.router_aux_loss_coef is not None:
@@ -149,7 +154,7 @@ class Options:
 
     @property
     def tokenizer(self) -> Any:
-        """That of the adapter that is trained further, or of the base."""
+        """The tokenizer of the adapter to train further, or of the base."""
         if self.run.adapter is None or not self._adapter.has_tokenizer:
             return self.base.tokenizer
         check_tokenizer(self._adapter.tokenizer, self.base.config, self._adapter)
@@ -226,7 +231,9 @@ class TrainingParser(GroupedParser, TrlParser):
         for flag in unknown:
             raise InputError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
         if options.model_name_or_path is None and options.adapter is None:
-            raise InputError("model_name_or_path=None: name a model folder or a model of the hub; or a file, --config")
+            raise InputError(
+                "model_name_or_path=None: name a model folder or a model on the hub, or a file with --config"
+            )
         if options.dataset_name is None:
             raise InputError("dataset_name=None: name a file, a folder or a dataset")
         if options.dry_run and not torch.accelerator.is_available():
@@ -280,7 +287,7 @@ def training_stages(options: Options) -> dict[str, Any]:
     stage has a folder of its own for its checkpoints.
 
     Labels that supervise routers together with the language loss did harm in "Label-Supervised Routing in Upcycled
-    Mixture of Experts", so if nothing says when they do, routers are trained first and the rest afterwards.
+    Mixture of Experts", so by default routers are trained first and the rest afterwards.
     """
     training, stages = options.training, options.run.stages
     names = [f.name for f in dataclasses.fields(training) if f.init]
@@ -293,7 +300,7 @@ def training_stages(options: Options) -> dict[str, Any]:
     if not isinstance(stages, (list, dict)) or not stages or len(set(stages)) < len(stages):
         raise InputError(f"stages={stages!r}: name some of {', '.join(_STAGES)}, each once")
     if training.training_stage != "joint":
-        raise InputError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
+        raise InputError(f"training_stage={training.training_stage!r}: stages already says which; leave it out")
     if len(stages) > 1 and names_checkpoint(training):
         raise InputError(
             f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: belongs to one of the stages "
@@ -319,7 +326,7 @@ def training_stages(options: Options) -> dict[str, Any]:
 
 
 def _labels_alone(training: Any) -> bool:
-    """Whether labels supervise routers, and nothing says when."""
+    """Whether labels supervise routers, and no setting says when."""
     if getattr(training, "expert_map", None) is None or training.router_label_loss_coef == 0:
         return False
     whenever = training.training_stage == "joint" and training.router_schedule == "constant"
@@ -327,7 +334,7 @@ def _labels_alone(training: Any) -> bool:
 
 
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments of all stages have set by themselves, and a stage changes under another name."""
+    """Settings that a stage changes, under the other names that the arguments of all stages have given them."""
     changes: dict[str, Any] = {"bf16": False} if settings.get("fp16") else {}
     names = {f.name for f in dataclasses.fields(TrainingArguments)}
     for name in settings:

@@ -32,14 +32,17 @@ class ChatSettings(WeightSettings):
     base: Text | None = Field(None, title="PATH", description="an adapter's base; default: the one that it names")
     load_in_4bit: Flag = Field(False, description="hold the base's weights in 4 bits (bitsandbytes)")
     system: Text | None = Field(None, title="TEXT", description="a system prompt")
-    max_new_tokens: Count = Field(512, description="the most tokens of an answer")
+    max_new_tokens: Count = Field(512, description="maximum tokens per answer")
     temperature: Annotated[Number, Field(ge=0)] = Field(
-        0.0, description="of sampling; 0, the default, takes the most probable token, so that answers can be compared"
+        0.0,
+        description="sampling temperature; 0, the default, takes the likeliest token, so that answers can be compared",
     )
-    web: Flag = Field(False, description="as a page in the browser instead of in the terminal")
-    host: Text | None = Field(None, title="ADDRESS", description="of the page; default: 127.0.0.1, this machine alone")
+    web: Flag = Field(False, description="open a page in the browser instead of the terminal")
+    host: Text | None = Field(
+        None, title="ADDRESS", description="the page's address; default: 127.0.0.1, this machine only"
+    )
     port: Annotated[Count, Field(le=65535)] | None = Field(
-        None, description="of the page; default: the first free one from 7860 on"
+        None, description="the page's port; default: the first free one from 7860"
     )
 
 
@@ -80,7 +83,7 @@ def run(settings: ChatSettings) -> None:
     if conversation.experts:
         lines.append(f"experts: {', '.join(conversation.experts)}; {len(routed_layers(model))} routers")
     if tokenizer.chat_template is None:
-        lines.append("no chat template: each question is a text to continue, by itself")
+        lines.append("no chat template: each question is continued as text, on its own")
     print(f"{settings.model}: {lines[0]}", *lines[1:], sep="\n")
     if settings.web:
         serve(Page(begin), name, " · ".join(lines), settings.host or "127.0.0.1", settings.port)

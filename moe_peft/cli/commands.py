@@ -13,9 +13,9 @@ class Command(NamedTuple):
     Args:
         module: its name; a relative one is in this package.
         about: what it does, for `moe-peft --help`.
-        once: of a launcher's processes, the first alone does the work.
-        resumes: how a killed run goes on; empty: nothing half-written is left.
-        needs_less: what takes less memory.
+        once: whether only the first of a launcher's processes does the work.
+        resumes: how to resume a killed run; empty: nothing half-written is left.
+        needs_less: how to use less memory.
     """
 
     module: str
@@ -29,10 +29,10 @@ _LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one 
 _SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
 _BATCHES = "lower --batch-size or --max-length"
 
-# A user's module adds one by a line: name → a `Command`.
+# A user's module adds one in one line: name → a `Command`.
 COMMANDS: dict[str, Command] = {
     "sft": Command(".sft", "fine-tune a MoE-LoRA adapter or a native MoE", resumes=_LAST, needs_less=_SMALLER),
-    "dpo": Command(".dpo", "tune one by preferences", resumes=_LAST, needs_less=_SMALLER),
+    "dpo": Command(".dpo", "tune one on preferences", resumes=_LAST, needs_less=_SMALLER),
     "upit": Command(
         ".upit",
         "run a recipe: UpIT or one of its baselines",
@@ -55,6 +55,6 @@ COMMANDS: dict[str, Command] = {
     "export": Command(".export", "make a native MoE from a MoE-LoRA adapter and its base", once=True),
     "demo": Command(".demo", "see it work: four LoRAs of SmolLM2-135M become one model"),
     "recipes": Command(".recipes", "list the recipes that come with the package, or copy one"),
-    "exec": Command(".exec", "run another program, such as lm_eval, that can then load adapters"),
+    "exec": Command(".exec", "run another program, such as lm_eval, so that it can load adapters"),
     "env": Command(".env", "print the versions that a bug report needs"),
 }

@@ -16,8 +16,8 @@ class DemoSettings(Settings):
     """The settings of `moe-peft demo`."""
 
     model: Text | None = Field(None, description="another causal LM with a chat template, by name or folder")
-    output: Text = Field("demo", title="FOLDER", description="for all that is made")
-    steps: Count = Field(48, description="steps of 8 rows of the four LoRAs together")
+    output: Text = Field("demo", title="FOLDER", description="folder for everything that is made")
+    steps: Count = Field(48, description="training steps of the four LoRAs together, of 8 rows each")
 
 
 def parser(prog: str) -> SettingsParser:

@@ -1,6 +1,6 @@
 """
-How a command that does not finish ends. What a user can mend is one line on stderr; a bug keeps its traceback. Exit
-codes are those that shells know.
+How failed and stopped commands end. What a user can fix is one line on stderr; a bug keeps its traceback. Exit codes
+are those that shells know.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of safetensors and of torch.
 _FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
 _BUG = (
-    "This is a bug, in moe_peft or in a module that --plugins names. Please report it where you have moe_peft from, "
-    "with the lines above and what `moe-peft env` prints."
+    "This is a bug, in moe_peft or in a module that --plugins names. Please report it where you got moe_peft, with "
+    "the lines above and the output of `moe-peft env`."
 )
 
 
@@ -36,7 +36,7 @@ class _Terminated(BaseException):
 @contextmanager
 def ends_in_one_line(name: str | None) -> Iterator[None]:
     """
-    Inside the block, a command runs, which the block itself may have added to `COMMANDS`.
+    Run a command inside the block, which may itself add the command to `COMMANDS`.
 
     An `InputError` ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
     SIGINT with 130, SIGTERM with 143, and a pipe that nobody reads any more with 141, silently. Anything else is a bug:
@@ -86,13 +86,13 @@ def _remedy(command: Command) -> str:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    if code in (INVALID, 1) or os.environ.get("RANK", "0") == "0":  # all processes get a signal, and one tells
+    if code in (INVALID, 1) or os.environ.get("RANK", "0") == "0":  # every process gets a signal, and one reports it
         print(" ".join(line.split()), file=sys.stderr)
     sys.exit(code)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from."""
+    """An error and those that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -106,7 +106,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Make an exception of SIGTERM, so that locks and half-written files are removed."""
+    """Turn SIGTERM into an exception, so that locks and half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may
         return

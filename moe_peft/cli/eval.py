@@ -37,15 +37,17 @@ class EvalSettings(WeightSettings, _TaskSettings):
         title="PATH",
         description="an adapter's base, by default the one that it names; else a model to compare with",
     )
-    no_base: Flag = Field(False, description="do not evaluate an adapter's base beside it")
+    no_base: Flag = Field(False, description="do not also evaluate an adapter's base")
     experts: Annotated[list[_Index | Text], joined_by_commas(_expert)] | None = Field(
-        None, title="N,N,…", description="let routers choose among these only, by index or name; one gets all tokens"
+        None,
+        title="N,N,…",
+        description="let routers choose only among these, by index or name; a single one gets all tokens",
     )
     each_expert: Flag = Field(False, description="evaluate each expert alone, too (of --experts, if given)")
     tasks: Annotated[list[Text], joined_by_commas()] = Field(
-        title="NAME", description="tasks, groups, tags, patterns or YAML files, also with commas"
+        title="NAME", description="tasks, groups, tags, patterns or YAML files; commas may separate them"
     )
-    seed: Seed | None = Field(None, description="of all that is drawn; default: the harness's seeds")
+    seed: Seed | None = Field(None, description="seed of everything random; default: the harness's seeds")
     output: Text = Field("evaluation", title="FOLDER", description="folder for results.json, results.md and the figure")
     figures: Annotated[Text, one_of(FORMATS)] | None = Field(
         None, title="|".join(FORMATS), description="format of the figure of --each-expert; default: png"

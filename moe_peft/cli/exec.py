@@ -21,7 +21,7 @@ from .help import ASKED
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """A parser that leaves all to the program, `-m` included; only a help option in the first place is its own."""
+    """A parser that leaves everything to the program, even `-m`; only a help option that comes first is its own."""
 
     def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
         if arguments and arguments[0] in ASKED:
@@ -33,7 +33,7 @@ def parser(prog: str) -> ProgramParser:
     return ProgramParser(
         prog,
         usage=f"{prog} -- PROGRAM …",
-        description="Run another Python program that can then load MoE-LoRA adapters.",
+        description="Run another Python program so that it can load MoE-LoRA adapters.",
         epilog="PROGRAM is a command (lm_eval, accelerate launch, …), a .py file, or -m and a\nmodule.\n\nexample:\n"
         "  moe-peft exec -- lm_eval --tasks arc_easy --limit 100 --model hf \\\n"
         "    --model_args pretrained=HuggingFaceTB/SmolLM2-135M-Instruct,peft=adapter",
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _command(program: list[str]) -> list[str]:
-    """The program's file and its arguments. Programs of this Python's environment go before others."""
+    """The program's file and its arguments. Programs in this Python's environment take precedence."""
     if not program:
         raise InputError("exec: name a program, e.g. moe-peft exec -- lm_eval --help")
     name = program[0]

@@ -34,7 +34,7 @@ class ExportSettings(Settings):
     base: Text | None = Field(
         None, title="PATH", description="the base in full precision; default: the one that the adapter names"
     )
-    output: Text = Field(title="PATH", description="folder for the MoE, new or empty; or file")
+    output: Text = Field(title="PATH", description="folder for the MoE, new or empty, or a file")
     format: Annotated[Text, one_of(FORMATS)] = Field("safetensors", title="NAME", description="; ".join(_ABOUT))
     family: Text | None = Field(
         None, title="NAME", description="model type of the MoE, e.g. mixtral; default: the one that fits"
@@ -92,7 +92,7 @@ def run(settings: ExportSettings) -> None:
 
 
 def print_engines(folder: Path) -> None:
-    """The programs that do not compute the model as transformers does. The model is written: nothing may fail here."""
+    """Print which programs compute the model differently from transformers. It is written already: nothing may fail."""
     try:
         reasons = inexact(read_config(folder, folder))
     except Exception as error:

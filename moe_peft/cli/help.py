@@ -56,9 +56,9 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
 
     Args:
         usual: the options, without their dashes, that the short help has; empty: all.
-        everything: every option, and all of their texts rather than the first sentence.
+        everything: whether to show every option, with its full text rather than the first sentence.
     """
-    parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars: only results, our warnings and errors")
     parser.add_argument("--plugins", nargs="+", metavar="MODULE", help="modules to import first, e.g. with a router")
     names = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
     shown = names if everything else {*usual, "help", "help-all", "quiet", "plugins"} if usual else names - {"help-all"}
@@ -85,7 +85,7 @@ def _describe(action: argparse.Action, everything: bool) -> None:
     spellings = {flag.replace("_", "-"): flag for flag in reversed(flags)}  # the first of --max-length and --max_length
     flags = action.option_strings = list(reversed(spellings.values()))
     if isinstance(action, argparse._HelpAction):
-        action.help = "list every option" if "--help-all" in flags else "show this and stop"
+        action.help = "list every option" if "--help-all" in flags else "show this help and exit"
     text = action.help or ""
     if isinstance(action, argparse._StoreFalseAction):
         text = f"Turn {flags[0].replace('no_', '', 1).replace('no-', '', 1)} off."

@@ -33,7 +33,7 @@ class InspectSettings(WeightSettings, DataSettings):
         None, description='domain → experts, for compliance, e.g. {"code": [0, 1]}, or masks, {"code": [1, 1, 0, 0]}'
     )
     position_width: Count | None = Field(
-        None, title="TOKENS", description="compliance by this many positions, not by doubling widths"
+        None, title="TOKENS", description="compliance in steps of this many positions instead of doubling widths"
     )
 
 

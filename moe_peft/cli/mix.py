@@ -65,7 +65,7 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
     console.print(table)
     if len(labels) < n:
         console.print(
-            f"measured on rows of {', '.join(labels)} alone: --test-data may have those of all", highlight=False
+            f"measured only on rows of {', '.join(labels)}; --test-data may have rows of all", highlight=False
         )
     for line in measured.verdict():
         console.print(line, highlight=False, soft_wrap=True)

@@ -43,12 +43,12 @@ class PruneSettings(DataSettings):
     label_column: Text | None = Field(
         None, title="NAME", description="column that holds the domains, for losses by domain"
     )
-    dtype: Text = Field("auto", title="NAME", description="of the weights while data run through them")
+    dtype: Text = Field("auto", title="NAME", description="dtype of the weights while data run through them")
 
 
 _GROUPS = {
     "Model": ("model", "base", "output"),
-    "Which experts go": ("min_load", "merge_twins", "experts_per_layer", "drop"),
+    "Which experts to remove": ("min_load", "merge_twins", "experts_per_layer", "drop"),
     "Data": ("data", "label_column", "dtype", *DataSettings.model_fields),
 }
 
@@ -65,7 +65,7 @@ def run(settings: PruneSettings) -> None:
 
 
 def print_pruning(pruning: Pruning) -> None:
-    """Tables of what became of the experts, and of the size and the loss before and after."""
+    """Tables of what became of the experts, and of size and loss before and after."""
     console = Console(markup=False, emoji=False)
     table = Table("layer", "experts", "dropped", "merged", "tokens that lost an expert", title="Pruning")
     for i, layer in enumerate(pruning.layers):

@@ -34,7 +34,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy; without it, all are listed")
-    result.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="where to; default: here")
+    result.add_argument(
+        "--output", type=Path, default=Path(), metavar="FOLDER", help="folder to copy it to; default: here"
+    )
     return result
 
 
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     targets = [options.output / path.name for path in recipes[options.name]]
     if there := next((target for target in targets if target.exists()), None):
-        raise InputError(f"{there}: exists; move it away, or name another folder (--output)")
+        raise InputError(f"{there}: already exists; move it away, or name another folder (--output)")
     for path, target in zip(recipes[options.name], targets, strict=True):
         shutil.copyfile(path, target)
         print(target)

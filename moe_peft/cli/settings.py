@@ -19,7 +19,7 @@ from .help import GroupedParser
 
 
 def one_of(names: Collection[str]) -> AfterValidator:
-    """Names that a table has, which plugins may add to."""
+    """Names from a table, which plugins may add to."""
 
     def check(value: Any, field: ValidationInfo) -> Any:
         if value not in names:
@@ -30,7 +30,7 @@ def one_of(names: Collection[str]) -> AfterValidator:
 
 
 def joined_by_commas(read: Callable[[str], Any] = str) -> BeforeValidator:
-    """A list whose texts may each be several, `a,b`."""
+    """A list whose texts may each hold several, `a,b`."""
 
     def split(values: Any) -> Any:
         if not isinstance(values, list):
@@ -58,7 +58,7 @@ def settings_of(kind: type) -> Any:
 class WeightSettings(Settings):
     """How the weights are held in memory."""
 
-    dtype: Text = Field("auto", title="NAME", description="of the weights: auto, float32, bfloat16 or float16")
+    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
     quantization: dict[str, Any] | None = Field(
         None, description='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
     )
@@ -67,7 +67,7 @@ class WeightSettings(Settings):
 class DataSettings(Settings):
     """Which examples run through a model, and how."""
 
-    split: Text = Field("train", title="NAME", description="split of the data; a file has only train, also train[:100]")
+    split: Text = Field("train", title="NAME", description="split of the data, e.g. train[:100]; a file has only train")
     batch_size: Count = Field(8, description="examples per forward pass")
     max_length: Count = Field(1024, description="maximum tokens per example")
     max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
@@ -78,7 +78,7 @@ class DataSettings(Settings):
 
 class SettingsParser(GroupedParser):
     """
-    A parser whose flags are the fields of settings, which a YAML file (`--config`) may have too. Flags go before it.
+    A parser whose flags are the fields of settings, which a YAML file (`--config`) may have too. Flags override it.
 
     Args:
         kind: the settings; a field's title is what `--help` calls its value.
@@ -143,7 +143,7 @@ def _flag(name: str) -> str:
 
 
 def _read(text: str) -> Any:
-    """A flag's value, which is written as in YAML, so in JSON, too."""
+    """A flag's value, written as in YAML, and so also as in JSON."""
     try:
         value = read_yaml(text, one_line(repr(text), 60))
     except InputError as error:

@@ -44,10 +44,10 @@ from .arguments import AdapterOptions, Options, training_stages
 
 def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | None = None) -> None:
     """
-    Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if that is asked for.
+    Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if asked to.
 
     Args:
-        adapter_rate: the learning rate of an adapter, if the user says none; None: the trainer's.
+        adapter_rate: the learning rate of an adapter, if the user sets none; None: the trainer's.
     """
     run = options.run
     launch = planned_launch(run.processes, run.strategy, run.dry_run, run.time)
@@ -83,7 +83,7 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
     if len(stages) > 1 and options.training.deepspeed_plugin is not None:
         raise InputError(
             f"stages={[args.training_stage for args in stages.values()]}: DeepSpeed prepares a model for one training; "
-            "use DDP, FSDP2, stages=[joint], or one run for each with training_stage"
+            "use DDP, FSDP2, stages=[joint], or one run per stage with training_stage"
         )
     if options.training.push_to_hub:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
@@ -92,16 +92,14 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
         raise InputError(f"output_dir={output_dir!r}: is the model's folder; choose another")
 
     def is_ours(folder: Path) -> bool:
-        """Several stages have checkpoints in folders of their own; others there are of a training of all at once."""
+        """Stages have checkpoints in folders of their own; others belong to a training in a single stage."""
         if not asked or ("" not in stages and numbered_checkpoints(folder)):
             return False
         trained = any((folder / name).is_file() for name in (ADAPTER_CONFIG, CONFIG))
         return not trained or any(numbered_checkpoints(Path(args.output_dir)) for args in stages.values())
 
     asked = any(map(resumes, stages.values()))
-    remedy = (
-        "choose another" if asked else "set resume_from_checkpoint=true (and the stages that it had), or choose another"
-    )
+    remedy = "choose another" if asked else "set resume_from_checkpoint=true (and the same stages), or choose another"
     with ExitStack() as stack:
         folder = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output_dir", is_ours, remedy)))
         _train(options, trainer_class, stages, folder, config, data, eval_data)
@@ -111,7 +109,7 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
 def _measured(
     options: Options, trainer_class: Any, stages: Mapping[str, Any], config: MoELoraConfig | None, data: Dataset
 ) -> dict[str, Measured]:
-    """Section → what optimizer steps take here, by some that are thrown away."""
+    """Section → what optimizer steps take here, measured on a few that are thrown away."""
     model, config = _load_model(options, config)
     if config is not None:
         model = get_peft_model(model, config)
@@ -160,13 +158,13 @@ def _train(
 def _check_early_stopping(patience: int | None, args: Any, section: str) -> None:
     """
     Raises:
-        ValueError: nothing is evaluated that a training could be stopped by, or its best step would not be the result.
+        ValueError: no evaluation could stop the training, or its best step would not be the result.
     """
     if patience is None:
         return
     field = f"early_stopping_patience={patience!r}"
     if isinstance(patience, bool) or patience < 1:
-        raise InputError(f"{field}: must be a whole number from 1")
+        raise InputError(f"{field}: must be a whole number of at least 1")
     if args.eval_strategy == "no" or not args.load_best_model_at_end:
         raise InputError(
             f"{field}: set {section}eval_strategy=steps, eval_steps and load_best_model_at_end=true, so that there is "
@@ -175,7 +173,7 @@ def _check_early_stopping(patience: int | None, args: Any, section: str) -> None
 
 
 def _which_step(trainer: Any) -> str:
-    """Which step's weights the result has, if it is not the last one's."""
+    """Which step's weights the result has, if not the last one's."""
     state, metric = trainer.state, trainer.args.metric_for_best_model
     if state.best_model_checkpoint is None or not trainer.args.load_best_model_at_end:
         return ""
@@ -184,7 +182,7 @@ def _which_step(trainer: Any) -> str:
 
 @contextmanager
 def _trainer_errors(args: Any) -> Iterator[None]:
-    """What a trainer refuses by other errors than `ValueError`."""
+    """What a trainer refuses with errors other than `ValueError`."""
     try:
         yield
     except (ImportError, NotImplementedError) as error:  # a package, or what TRL does not do with an adapter
@@ -244,6 +242,6 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     for name, default in vars(AdapterOptions()).items():
         if (value := options.adapter[name]) != default:
             raise InputError(
-                f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out"
+                f"{name}={value!r}: is for a MoE-LoRA adapter, but this model itself is trained; leave it out"
             )
     return model, None

@@ -27,22 +27,22 @@ example:
 
 
 class UpitSettings(Settings):
-    """The settings of `moe-peft upit`; what is done is in the recipe."""
+    """The settings of `moe-peft upit`; what it does is in the recipe."""
 
     config: Text = Field(title="FILE", description="the recipe, a YAML file")
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
     sweep: list[str] = Field(
         [],
         title="KEY=VALUE,VALUE,…",
-        description="one run for each value, in a folder of its own in output_dir, and how they compare",
+        description="one run per value, each in its own folder in output_dir, and a comparison",
     )
     dry_run: Flag = Field(False, description="print the plan and stop")
     time: Flag = Field(False, description="with --dry-run: time a few steps of each stage")
     processes: Integer | None = Field(None, description="with --dry-run: plan for this many processes")
     strategy: Annotated[Text, one_of(STRATEGIES)] | None = Field(
-        None, title="|".join(STRATEGIES), description="with --dry-run: what shards the state among them"
+        None, title="|".join(STRATEGIES), description="with --dry-run: what shards the state among processes"
     )
-    redo: Flag = Field(False, description="do finished stages again that a changed recipe does not fit")
+    redo: Flag = Field(False, description="redo finished stages that no longer fit the recipe")
 
 
 def parser(prog: str) -> SettingsParser:

@@ -77,7 +77,7 @@ def put_expert(
         raise InputError(f"replace={expert}: {folder} has experts 0 to {config.num_experts - 1}")
     if config.modules_to_save:
         raise InputError(
-            f"{folder}: modules_to_save={config.modules_to_save}: no expert can join what they are trained for"
+            f"{folder}: modules_to_save={config.modules_to_save}: they belong to its experts, so no other can join"
         )
     read_adapter_weights(folder.path, folder)  # PEFT would take a pickled file
     model: Any = PeftModel.from_pretrained(base, folder.path)

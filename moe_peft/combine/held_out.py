@@ -1,4 +1,4 @@
-"""What a mixture gives on held-out rows, beside its base, each expert alone, the experts' mean, one by the prompt."""
+"""What a mixture gives on held-out rows, beside its base, each expert alone, the experts' mean, and one by prompt."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HeldOut:
         if picked := self.losses.get(PICKED):
             if picked["mean"] <= _AS_GOOD * routed["mean"]:
                 lines.append(
-                    "One adapter picked by the prompt is as good: your requests are easily told apart, so you can as "
+                    "One adapter picked by the prompt is as good: your requests are easily told apart, so you may as "
                     "well serve the adapters one per request (vLLM: --enable-lora) behind a classifier."
                 )
             else:
@@ -116,7 +116,7 @@ def score_mixture(model: Any, parts: Parts, gates: str, labels: Sequence[str]) -
 def alone(model: Any, expert: int) -> Iterator[None]:
     """
     A context manager: inside the block, the model has one of the adapters that a mixture was made of: its expert serves
-    every token, and LoRAs that are a mean have its part alone.
+    every token, and LoRAs that are a mean have only its part.
     """
     name = model.active_adapter
     config, before = model.peft_config[name], {}
@@ -162,7 +162,7 @@ def picked_experts(model: Any, rows: Dataset, collator: Collator, batch_size: in
 
 @contextmanager
 def first_choices(model: Any, domains: Sequence[str], num_experts: int) -> Iterator[RoutingStatistics]:
-    """Statistics in which every token counts for its first choice alone, in each layer."""
+    """Statistics in which every token counts only for its first choice, in each layer."""
     layers = len(routed_layers(model))
     statistics = RoutingStatistics([num_experts] * layers, [1] * layers, domains)
     with observed_routing(model, lambda seen: statistics.update(seen.router_logits, seen.mask, None)):

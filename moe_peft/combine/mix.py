@@ -76,13 +76,13 @@ class MixSettings(Settings):
     )
     label_column: Text | None = Field(None, title="NAME", description="column of --data that holds the experts' names")
     test_data: Texts | None = Field(
-        None, title="FILE", description="held-out rows, as --data; default: rows of --data left over"
+        None, title="FILE", description="held-out rows, like --data; default: rows of --data left over"
     )
     prompts: dict[Text, Prompts] | None = Field(
         None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
     )
-    calibration_examples: Count = Field(256, description="of each expert")
-    test_examples: Count = Field(64, description="of each expert")
+    calibration_examples: Count = Field(256, description="calibration rows of each expert")
+    test_examples: Count = Field(64, description="held-out rows of each expert")
     top_k: Count | None = Field(
         None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
     )
@@ -98,13 +98,13 @@ class MixSettings(Settings):
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
     keep_sums: Flag | None = Field(
         None,
-        description="keep the sums of gates=ridge beside the mixture, so that --add-to needs texts of the new expert "
-        "alone; default: up to 256 MB",
+        description="keep the sums of gates=ridge beside the mixture, so that --add-to needs only texts of the new "
+        "expert; default: up to 256 MB",
     )
     max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
     batch_size: Count = Field(8, description="examples per forward pass")
-    dtype: Text = Field("auto", title="NAME", description="of the weights: auto, float32, bfloat16 or float16")
-    seed: Seed = Field(0, description="of the draw of examples")
+    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
+    seed: Seed = Field(0, description="seed of the draw of examples")
 
     @model_validator(mode="after")
     def _check(self) -> MixSettings:
@@ -113,7 +113,10 @@ class MixSettings(Settings):
             ((self.adapters is None) == (self.models is None), "adapters, models: give one of the two"),
             (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
             (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
-            (self.add_to and len(self.adapters or []) != 1, f"adapters={self.adapters}: one at a time joins add_to"),
+            (
+                self.add_to and len(self.adapters or []) != 1,
+                f"adapters={self.adapters}: only one can join add_to at a time",
+            ),
             (
                 self.add_to and (self.top_k or self.mixing or self.attention),
                 "top_k, mixing, attention: are those of add_to; leave them out",
@@ -124,7 +127,7 @@ class MixSettings(Settings):
             ),
             (
                 self.models and not (way.needs_texts and way.router_type == "linear"),
-                f"gates={self.gates!r}: are those of LoRA adapters; use ridge or prompts with models",
+                f"gates={self.gates!r}: are for LoRA adapters; use ridge or prompts with models",
             ),
             (
                 way.needs_texts and not (self.data or self.prompts),
@@ -185,7 +188,9 @@ class Source:
                     )
             parts = [data.select(rows[label]) for label in labels]
             if left := rows.keys() - set(labels):
-                logger.warning("%s: rows of %s are left out: no expert is named so", named, ", ".join(sorted(left)[:8]))
+                logger.warning(
+                    "%s: rows of %s are left out: no expert has that name", named, ", ".join(sorted(left)[:8])
+                )
         shared = set.intersection(*(set(part.column_names) for part in parts)) - {"expert", "negative"}
         parts = [part.select_columns(sorted(shared)) for part in parts]
         for part in parts:
@@ -196,18 +201,18 @@ class Source:
         ]
 
     def _alone(self, named: str, new: str) -> list[str]:
-        """The labels where there are rows of the new expert alone."""
+        """The labels, where there are only rows of the new expert."""
         if self.joins:
             return [new]
         why = (
             f"{self.settings.add_to!r} has no {SUMS} of the others' texts (--keep-sums)"
             if self.settings.replace is None
-            else "no sums can have those of the replaced expert taken out of them"
+            else "the replaced expert's texts cannot be taken out of any sums"
         )
-        raise InputError(f"{named}: has rows of {new!r} alone, and {why}; give rows of all experts")
+        raise InputError(f"{named}: has only rows of {new!r}, and {why}; give rows of all experts")
 
     def split(self) -> tuple[Dataset | None, Dataset | None]:
-        """Calibration and held-out rows; these are none of those."""
+        """Calibration and held-out rows, which do not overlap."""
         s = self.settings
         parts, tests = self.by_expert("data"), self.by_expert("test_data")
         if parts is None:
@@ -349,7 +354,7 @@ def _keep_sums(settings: MixSettings, sums: Sequence[Sums], folder: Path) -> Non
         write_sums(folder, sums)
     elif settings.keep_sums is None:
         logger.warning(
-            "%s is not written, as it would have %d MB; with --keep-sums, an expert can join with its own texts alone",
+            "%s is not written, as it would take %d MB; with --keep-sums, an expert can join with only its own texts",
             SUMS, size // 10**6,
         )  # fmt: skip
 
@@ -368,12 +373,13 @@ def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
 
 
 def warn_of_templates(adapters: Sequence[AdapterFolder]) -> None:
-    """Say so where adapters were trained with different chat templates, of which a mixture has the first one's."""
+    """Warn if adapters were trained with different chat templates, of which a mixture has the first one's."""
     templates = [adapter.tokenizer.chat_template for adapter in adapters]
     for adapter, template in zip(adapters, templates, strict=True):
         if template != templates[0]:
             logger.warning(
-                "%s has another chat template than %s, whose the mixture has: prompts may not look as in its training",
+                "%s has another chat template than %s, whose template the mixture uses: prompts may not look as in "
+                "its training",
                 adapter, adapters[0],
             )  # fmt: skip
 

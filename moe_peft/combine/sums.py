@@ -1,4 +1,4 @@
-"""The sums of `ridge` beside a mixture, so that an expert joins with its own texts alone."""
+"""The sums of `ridge` beside a mixture, so that an expert can join with only its own texts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..utils.io import reading
 from ..utils.messages import InputError
 
 SUMS = "ridge_sums.safetensors"
-KEPT = 2**28  # bytes that are kept where nothing is said
+KEPT = 2**28  # bytes that are kept by default
 
 
 def size_of_sums(sums: Sequence[Sums]) -> int:
-    """How many bytes the file of these sums has, in about."""
+    """About how many bytes the file of these sums has."""
     return sum(8 * (len(s["xx"]) * (len(s["xx"]) + 1) // 2 + s["xy"].numel()) for s in sums)
 
 
@@ -48,7 +48,7 @@ def read_sums(folder: Path, num_experts: int) -> list[Sums] | None:
         packed, xy_DN = tensors[f"{i}.xx"], tensors[f"{i}.xy"]
         if xy_DN.shape[1] != num_experts:
             raise InputError(
-                f"{path}: of {xy_DN.shape[1]} experts, the mixture has {num_experts}; remove it, and give texts for all"
+                f"{path}: is for {xy_DN.shape[1]} experts, the mixture has {num_experts}; remove it, and give all texts"
             )
         d = len(xy_DN)
         rows, columns = torch.triu_indices(d, d)

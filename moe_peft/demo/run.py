@@ -1,4 +1,6 @@
-"""`moe-peft demo`: four LoRAs become one model, beside what else one could do with them, which is then exported."""
+"""
+`moe-peft demo`: four LoRAs become one model, which is compared with what else one could do with them and exported.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ _WAYS = ("base", "one LoRA for all", "mean of four LoRAs", "each its own LoRA", 
 
 class Result(NamedTuple):
     """
-    What one way to answer does with the held-out rows.
+    How one way to answer does on the held-out rows.
 
     Args:
         answers: to each row.

@@ -1,4 +1,4 @@
-"""`moe-peft eval`: a model on tasks, beside its base, and each of its experts alone."""
+"""`moe-peft eval`: evaluates a model on tasks, with its base and each of its experts alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def evaluate_model(
         model_path: the folder of an adapter, a native MoE or a dense model.
         settings: the tasks.
         output_dir: a new folder, or one with an earlier evaluation, whose files are replaced when all are written.
-        base: of an adapter its base, by default the one that it names; of another model the model to compare it with.
+        base: for an adapter its base, by default the one that it names; for another model the model to compare it with.
         with_base: evaluate the base too. An adapter's is the model without the adapter.
         experts: the only experts that routers may choose, indices or names; one expert gets all tokens, with gate 1.
         each_expert: evaluate each expert alone too (of `experts`, if given).
@@ -86,7 +86,9 @@ def evaluate_model(
         if isinstance(folder, AdapterFolder):
             folder.other_base = base
         elif base is not None and not with_base:
-            raise InputError(f"--base {base!r}: is to be compared with, and --no-base leaves it out; give one of them")
+            raise InputError(
+                f"--base {base!r}: is to be compared with, but --no-base leaves it out; give one of the two"
+            )
         harness = Harness(settings)
         model, tokenizer = folder.load(dtype, quantization), folder.tokenizer
         check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
@@ -130,9 +132,7 @@ def _alone(model: Any, experts: Sequence[Expert] | None) -> list[Expert]:
     sizes = {layer.num_experts for layer in routed_layers(model, "--each-expert")}
     smallest = min(sizes)
     if len(sizes) > 1 and experts is None:
-        logger.warning(
-            "--each-expert: layers have %d to %d experts; the first %d alone", smallest, max(sizes), smallest
-        )
+        logger.warning("--each-expert: layers have %d to %d experts; only the first %d", smallest, max(sizes), smallest)
     names, all_of_them = expert_names(model), list(range(smallest) if experts is None else experts)
     return [names[expert] if names and isinstance(expert, int) else expert for expert in all_of_them]
 

@@ -28,7 +28,7 @@ class TaskSettings:
 
     Args:
         tasks: tasks, groups or tags of the harness, patterns like `mmlu_*`, or YAML files.
-        include_path: a folder with further tasks, which go before the harness's of the same name.
+        include_path: a folder with further tasks, which take precedence over the harness's of the same name.
         num_fewshot: examples in the context; None: as each task says.
         batch_size: requests per forward pass, or `auto`.
         limit: examples per task, or below 1 their share; None: all.
@@ -49,7 +49,7 @@ class TaskSettings:
     batch_size: int | str = setting(8, "requests per forward pass, or auto")
     limit: float | None = setting(None, "examples per task, or below 1 their share")
     apply_chat_template: bool | str = setting(False, "put prompts into the chat template; by default not")
-    seed: int | None = setting(None, "of all that is drawn; default: the harness's seeds")
+    seed: int | None = setting(None, "seed of everything random; default: the harness's seeds")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -97,7 +97,7 @@ class Harness:
         for task in self.loaded["tasks"].values():
             shots = task.get_config("num_fewshot")
             if not (shots is None or (isinstance(shots, int) and shots >= 0)):
-                raise InputError(f"num_fewshot={shots!r}: task {task.config.task!r}: must be a whole number from 0 on")
+                raise InputError(f"num_fewshot={shots!r}: task {task.config.task!r}: must be a whole number, 0 or more")
             if shots != 0:  # a task that says 0 wants none
                 task.set_config("num_fewshot", (shots or 0) if settings.num_fewshot is None else settings.num_fewshot)
             _check_shots(task)
@@ -140,8 +140,8 @@ def _load_tasks(settings: TaskSettings) -> Any:
     """
     The tasks and groups that were asked for.
 
-    Where the user's folder has them all, the harness's own thousands of tasks are not looked through. A pattern
-    may mean any of these, and one of the user's groups may name some, which shows when it is loaded.
+    Where the user's folder has them all, the harness's own thousands of tasks are not searched. A pattern may mean any
+    of these, and one of the user's groups may name some, which only shows when it is loaded.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -194,7 +194,7 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
     class SharedHFLM(HFLM):
         rank = property(lambda self: state.process_index)
         world_size = property(lambda self: state.num_processes)
-        broken = False  # of logits that are NaN, tasks make numbers all the same
+        broken = False  # tasks make numbers even of logits that are NaN
 
         def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             logits = super()._model_call(*args, **kwargs)
@@ -209,7 +209,7 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
 
 @contextmanager
 def _explained(settings: TaskSettings) -> Iterator[None]:
-    """Whatever a task file, its code or its data raises, as one line. Torch's errors are not of the tasks."""
+    """Whatever a task file, its code or its data raises, as one line. Torch's errors are not the tasks'."""
     try:
         yield
     except RuntimeError:
@@ -225,7 +225,7 @@ def _explained(settings: TaskSettings) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Of the harness's log, errors alone: it warns of each default that it uses, for each model again."""
+    """Show only errors of the harness's log: it warns about each default that it uses, again for each model."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

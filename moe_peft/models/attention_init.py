@@ -2,7 +2,7 @@
 Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1).
 
 `init_attention_routers` changes a model; `attention_gates` computes the gates of a MoE that is still to be made. Then
-come the routers of a model, and what is read of its attentions.
+come the routers of a model, and what is read from its attentions.
 
 Legend: H query heads of width w, K = H'·w of all key heads, d hidden size, m routers, n experts, d' = H·w/m the width
 of a router.
@@ -46,9 +46,9 @@ def init_attention_routers(
 
     - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
       get the linear gate that the mixture "sum" folds into.
-    - The gates of a native MoE become attention routers with the mixture "sum", which are trained in their place; see
-      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that are in the gates'
-      place already are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
+    - The gates of a native MoE become attention routers with the mixture "sum", which are trained instead; see
+      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that have already
+      replaced the gates are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
 
     Args:
         model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
@@ -119,7 +119,7 @@ def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = 
     Args:
         dense: a dense model, perhaps without weights.
         num_heads: m; None: a number that fits.
-        linear: whether they are linear gates.
+        linear: whether the routers are linear gates.
     """
     attentions = _attentions(dense)
     if num_heads is None:
@@ -130,7 +130,7 @@ def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = 
 
 
 def _attentions(dense: nn.Module) -> list[Any]:
-    """Those of all layers of a dense model."""
+    """The attentions of all layers of a dense model."""
     attentions = [module for module in base_model(dense).modules() if is_attention(module)]
     if len(attentions) != text_config(dense).num_hidden_layers:
         raise no_attention(dense)

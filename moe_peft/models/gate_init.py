@@ -39,7 +39,7 @@ class Texts:
     Args:
         expert_B: the expert that each text is for, int64 [B].
         negative_B: whether it is an example of what that expert is *not* for, bool [B].
-        text_T: which text each real token is of, int64 [T].
+        text_T: which text each real token belongs to, int64 [T].
         num_experts: n.
     """
 
@@ -80,7 +80,7 @@ class GateInit:
         raise NotImplementedError
 
     def grown(self, sums: Sums, num_experts: int) -> Sums:
-        """The sums of texts of fewer experts as those of `num_experts`, of whom the new ones have none yet."""
+        """The sums of texts of fewer experts, extended to `num_experts`, where the new ones have none yet."""
         raise InputError(f"{type(self).__name__}: sums of earlier texts cannot be added to; give texts for all experts")
 
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
@@ -97,9 +97,9 @@ class GateInit:
 @dataclass(frozen=True)
 class RidgeGates(GateInit):
     """
-    Ridge regression from a token's x to the expert whose text it is of, `W = (XᵀX + λI)⁻¹ XᵀY` with the columns divided
-    by their norms, and logits `Wᵀx / τ` (DUME, arXiv 2603.29765, without the column of ones: gates have no bias). 1/τ
-    is part of the weight.
+    Ridge regression from a token's x to the expert whose text it is from, `W = (XᵀX + λI)⁻¹ XᵀY` with the columns
+    divided by their norms, and logits `Wᵀx / τ` (DUME, arXiv 2603.29765, without the column of ones: gates have no
+    bias). 1/τ is part of the weight.
 
     Args:
         penalty: λ.

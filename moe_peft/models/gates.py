@@ -87,8 +87,8 @@ def put_gates(
     model: nn.Module, layers: Sequence[AdapterLayer], router_type: str, weights: Sequence[torch.Tensor]
 ) -> None:
     """
-    Give the routers of an adapter these weights [n, d]; routers of other kinds than `router_type` (and than linear
-    gates, where that is one) are replaced.
+    Give the routers of an adapter these weights [n, d]; a router of another kind than `router_type` is replaced, unless
+    both are linear gates.
     """
     replaced = [layer.set_gate(weight_ND, router_type) for layer, weight_ND in zip(layers, weights, strict=True)]
     if not any(replaced):
@@ -121,8 +121,8 @@ def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | No
 def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
     The one expert of a mixture that each text is for: that with the largest gate of a softmax, a mean over the text's
-    tokens and over routers, which see the base's hidden states. With it, a server that has the mixture's adapters one
-    by one (vLLM's `--enable-lora`) gives each request the adapter that its prompt asks for.
+    tokens and over routers, which see the base's hidden states. With it, a server that has the mixture's adapters
+    separately (vLLM's `--enable-lora`) gives each request the adapter that its prompt asks for.
 
     Args:
         batch: `input_ids` and `attention_mask`, [B, S]. Tokens with a label other than -100 in `labels` are an answer,

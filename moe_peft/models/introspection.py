@@ -96,7 +96,7 @@ class RoutedPass:
         router_logits: one [T, n] per router, in the order of `routed_layers`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
-        experts: the same by slots, int64 [T, k] per router, with those whose gate is 0.
+        experts: the same by slots, int64 [T, k] per router, including those whose gate is 0.
         gates: those of the slots, [T, k] per router; None where they were not seen.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.

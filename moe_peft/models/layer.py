@@ -45,7 +45,7 @@ class RoutedLayer:
     """
 
     default_balancing: ClassVar[Scope]  # over which tokens the balancing loss is taken where a user does not say
-    compared: ClassVar[str]  # of what experts' likeness is
+    compared: ClassVar[str]  # what experts' likeness is computed from
     trains_reentrant: ClassVar[bool]  # whether logits have gradients under reentrant gradient checkpointing
 
     path: str
@@ -104,7 +104,7 @@ class RoutedLayer:
 
 @dataclass(frozen=True, eq=False)
 class AdapterLayer(RoutedLayer):
-    """Of a MoE-LoRA adapter: a tuner layer and the adapter's name."""
+    """A layer of a MoE-LoRA adapter: a tuner layer and the adapter's name."""
 
     default_balancing = "layer"
     compared = "updates B A"
@@ -161,8 +161,8 @@ class AdapterLayer(RoutedLayer):
 
     def set_gate(self, weight_ND: torch.Tensor, router_type: str) -> bool:
         """
-        Give the router this weight. One of another kind than `router_type` is replaced, but for a linear gate where
-        that is one, too. Returns whether it was.
+        Give the router this weight. A router of another kind than `router_type` is replaced, unless both are linear
+        gates. Returns whether it was.
         """
         old, experts, device = self.router, self.experts, self.device
         fits = experts.router.type == router_type or (ROUTERS[router_type].linear_gate and old.linear_gate)
@@ -196,7 +196,7 @@ class AdapterLayer(RoutedLayer):
 @dataclass(frozen=True, eq=False)
 class NativeLayer(RoutedLayer):
     """
-    Of a native MoE: a gate, perhaps with a router of this package inside (`RoutedGate`).
+    A layer of a native MoE: a gate, perhaps with a router of this package inside (`RoutedGate`).
 
     Args:
         block: the module around the gate, which has the experts too.
@@ -383,7 +383,7 @@ def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
 
 
 def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
-    """Those whose routers the model's class declares; none in a dense model."""
+    """The layers whose routers the model's class declares; none in a dense model."""
     gates: dict[nn.Module, int] = {}
     idle: set[nn.Module] = set()
     for module in model.modules():

@@ -27,8 +27,8 @@ class ModelSize:
 
     Args:
         total: all parameters, shared ones once, those of adapters that are not active too.
-        active: parameters that serve a token: all but k of n experts in every MoE layer (at most k, where routers may
-            leave experts out), adapters that are not active left out. Embeddings count in full.
+        active: parameters that serve a token: all, but only k of n experts in every MoE layer (at most k, where routers
+            may leave experts out), and no adapters that are not active. Embeddings count in full.
         flops: floating-point operations of a forward pass per token: 2 for each active parameter of a matrix product,
             the head's included. Left out are attention scores (they grow with the text), norms, activations, gates,
             embeddings, and what an implementation computes for experts that were not chosen.
@@ -66,7 +66,7 @@ def model_size(model: nn.Module) -> ModelSize:
 
 def attention_flops(config: Any, length: float) -> float:
     """
-    What Drop-Upcycling's table 3 counts beside `ModelSize.flops`, per token of a forward pass: embeddings as a product
+    What Drop-Upcycling's table 3 counts besides `ModelSize.flops`, per token of a forward pass: embeddings as a product
     with one-hot vectors, 2·V·d, and in each layer attention scores and their sum of values, 4·length·heads·head size.
 
     Args:

@@ -1,6 +1,6 @@
 """
-Which programs compute a native MoE otherwise than transformers does. `python -m compatibility.serving` runs them on
-every family and setting, and raises an error where this and what it sees disagree.
+Which programs compute a native MoE differently from transformers. `python -m compatibility.serving` runs them on every
+family and setting, and raises an error where this and what it sees disagree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str
         has_shared: whether its shared experts compute something; an exported Qwen2-MoE's do not.
     """
     if config.model_type not in _ARCHITECTURES:
-        return dict.fromkeys(("llama.cpp", "mlx-lm"), f"what it computes of a {config.model_type!r} is not known")
+        return dict.fromkeys(("llama.cpp", "mlx-lm"), f"what it computes for a {config.model_type!r} is not known")
     family, kind, scaling = FAMILIES[config.model_type], config.model_type, config.rope_parameters["rope_type"]
     normalises = family.normalises is None or getattr(config, family.normalises)
     dense = [layer for layer in range(config.num_hidden_layers) if not family.has_experts(config, layer)]

@@ -1,6 +1,6 @@
 """
-A MoE-LoRA adapter and its base to a native MoE checkpoint that computes the same: expert i is the base's FFN with
-LoRA i merged, the gate is the router, folded. `verify_export` compares the two.
+Turns a MoE-LoRA adapter and its base into a native MoE checkpoint that computes the same: expert i is the base's FFN
+with LoRA i merged, the gate is the router, folded. `verify_export` compares the two.
 
 Legend: n experts, r rank.
 """
@@ -91,7 +91,7 @@ def export_adapter(
 
 
 def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adapted, PreTrainedConfig]:
-    """The tensors of the MoE that an adapter on its base is, made when asked for, and its config."""
+    """The tensors of the MoE that an adapter and its base make up, computed when asked for, and its config."""
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
     state = _state(adapter)
     _count_added_tokens(state, dense.config)
@@ -262,7 +262,7 @@ def _read_routers(content: Adapted) -> None:
         for name in ("num_experts", "top_k"):
             if (here := getattr(spec, name)) != (other := getattr(first, name)):
                 raise InputError(
-                    f"{name}: layer {layer} has {here}, another {other}; a native MoE has as many in every layer"
+                    f"{name}: layer {layer} has {here}, another {other}; a native MoE has the same in every layer"
                 )
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         state = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
@@ -289,7 +289,7 @@ class Comparison(NamedTuple):
     agreement: float  # share of tokens for which both predict the same next token
     tolerance: float  # in units of `largest`; it depends on the dtype of the exported weights
     within: float  # share of tokens whose logits differ by no more
-    passed: bool  # 999 of 1,000 tokens of a float32 export are within, nine in ten of another
+    passed: bool  # 999 of 1,000 tokens of a float32 export are within, nine in ten of any other
 
 
 def verify_export(
@@ -314,7 +314,7 @@ def verify_export(
 
     Returns:
         how far the logits differ, and as `passed` whether that is rounding: 999 of 1,000 tokens of a float32 export
-        differ by no more than the tolerance, nine in ten of another.
+        differ by no more than the tolerance, nine in ten of any other.
 
     Raises:
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
@@ -332,7 +332,7 @@ def verify_export(
     tokenizer = native.tokenizer
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
-        raise InputError("texts: no token; give at least one text")
+        raise InputError("texts: no tokens; give at least one text")
     adapted = _logits(folder.load(dtype, on_accelerator=False), ids)
     expected = _logits(native.load(dtype, on_accelerator=False), ids)
     pairs = list(zip(adapted, expected, strict=True))

@@ -207,7 +207,7 @@ class MoEFamily:
             shared = content.shared(layer)
             yield from (Part(*item) for item in self.expert.under(block + self.shared).join(shared).items())
             # Its gate is a sigmoid, one half at first; llama.cpp takes x·sigmoid(x)/x for it, which is not a number
-            # at 0. What multiplies an empty FFN is of no account.
+            # at 0. What multiplies an empty FFN does not matter.
             gate = 1e-6 if shared.down.any() else 1.0
             yield Part(self.shared_gate_name(layer), torch.full((1, config.hidden_size), gate))
 

@@ -73,7 +73,7 @@ class ModelFolder(ABC):
 
     @cached_property
     def folder(self) -> Path:
-        """The folder; of a name on the hub, the download of it, without pickled weights."""
+        """The folder; for a name on the hub, its download without pickled weights."""
         if Path(self.path).is_dir():
             return Path(self.path)
         with reading(self):
@@ -162,7 +162,7 @@ def open_folder(
         adapter.config = read_adapter_config(path, source)
         folder = adapter
     elif base is not None:
-        raise InputError(f"base={os.fspath(base)!r}: is for an adapter, and {source} is not one")
+        raise InputError(f"base={os.fspath(base)!r}: is for an adapter, but {source} is not one")
     elif Path(path).is_dir() and not Path(path, CONFIG).exists():
         raise InputError(f"{source}: no {ADAPTER_CONFIG} and no {CONFIG}; name a model's folder")
     else:
@@ -222,11 +222,11 @@ def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
 
 
 def check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    """Raise if a tensor is missing, is too many, or has another shape than the config says."""
+    """Raise if a tensor is missing or superfluous, or has another shape than the config says."""
     for name in {**expected, **shapes}:
         if shapes.get(name) != expected.get(name):
             has = f"{name} is {list(shapes[name])}" if name in shapes else f"no tensor {name}"
-            wants = list(expected[name]) if name in expected else "nothing of it"
+            wants = list(expected[name]) if name in expected else "nothing about it"
             raise InputError(f"{folder}: {has}, its config says {wants}; use the config that it was saved with")
 
 
@@ -254,7 +254,7 @@ class AdapterFolder(ModelFolder):
 
     @cached_property
     def base(self) -> WholeModel:
-        """The model that it was trained on, which must be there."""
+        """The model that it was trained on, which must exist."""
         if self.other_base is not None:
             return _open_model(self.other_base, "base")
         name, revision = self.config.base_model_name_or_path, self.config.revision
@@ -267,7 +267,7 @@ class AdapterFolder(ModelFolder):
             if Path(name).exists() or "gated" in str(error):
                 raise
             raise InputError(
-                f"{field}={name!r}: no folder seen from {Path.cwd()}, and no model of a reachable hub; {self.remedy}"
+                f"{field}={name!r}: no folder seen from {Path.cwd()}, and no model on a reachable hub; {self.remedy}"
             ) from error
 
     @cached_property
@@ -296,7 +296,7 @@ class AdapterFolder(ModelFolder):
             return PeftModel.from_pretrained(model, self.path)
 
     def _resized(self, model: PreTrainedModel) -> PreTrainedModel:
-        """With rows for added tokens, as PEFT, which saves such embeddings in the adapter."""
+        """With rows for added tokens, like PEFT, which saves such embeddings in the adapter."""
         if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
         return model
@@ -349,8 +349,8 @@ class MoELoraFolder(AdapterFolder):
             values = {getattr(router.settings, name) or of_size(router.num_experts) for router in routers}
             if len(values) > 1:
                 raise InputError(
-                    f"{self}: router_{name}=None: it follows from the number of experts, in which layers differ; set "
-                    "it in the adapter's config first"
+                    f"{self}: router_{name}=None: it follows from the number of experts, which differs between layers; "
+                    "set it in the adapter's config first"
                 )
             settings[f"router_{name}"] = values.pop()
         return settings
@@ -360,7 +360,7 @@ class MoELoraFolder(AdapterFolder):
 
 
 class WholeModel(ModelFolder):
-    """A model of its own, not an adapter."""
+    """A complete model, not an adapter."""
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -380,7 +380,7 @@ class WholeModel(ModelFolder):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its config; of its embeddings on disk, where the config says none that is written here."""
+        """That of its config, or of its embeddings on disk if the config names none that can be written here."""
         name = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
         return DTYPES.get(name) or self.tensors.dtype(EMBEDDINGS)
 
@@ -480,7 +480,7 @@ def open_dense(path: str | os.PathLike, family: str | None = None) -> DenseFolde
 
 
 class NativeFolder(WholeModel):
-    """A native MoE. Of one of `FAMILIES` it has the tensors as a MoE's content."""
+    """A native MoE. If it is of one of `FAMILIES`, it has the tensors as a MoE's content."""
 
     kind = "a native MoE"
 

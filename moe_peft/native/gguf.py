@@ -1,7 +1,7 @@
 """
 A native MoE as one GGUF file, which llama.cpp and programs built on it (Ollama, LM Studio) run.
 
-A model or tokenizer that llama.cpp would compute otherwise than transformers raises an error that names the difference.
+What llama.cpp would compute differently from transformers raises an error that names the difference.
 
 Legend: n experts, f intermediate size, d hidden size.
 """
@@ -60,8 +60,8 @@ def export_gguf(
         the file.
 
     Raises:
-        ValueError: llama.cpp would compute something else than the model, or tokenize otherwise; the message names it,
-            and nothing is written.
+        ValueError: llama.cpp would compute something other than the model, or tokenize differently; the message names
+            it, and nothing is written.
 
     Example:
 
@@ -80,7 +80,7 @@ def export_gguf(
         raise InputError(choice_error("dtype", dtype, TYPES))
     output = Path(output).expanduser()
     if output.exists():
-        raise InputError(f"output={str(output)!r}: is there already; choose another")
+        raise InputError(f"output={str(output)!r}: already exists; choose another")
     # The tensors, and the folders of the tokenizer and generation config.
     folder = open_folder(source, "model", MoELoraFolder, NativeFolder, base=base)
     content: Content
@@ -229,7 +229,7 @@ class _MoE:
         return getattr(self.content.shared(layer), part)
 
     def _shared_gate(self, layer: int) -> torch.Tensor:
-        if not self.content.shared(layer).down.any():  # whose gate is of no account; llama.cpp's is NaN at 0
+        if not self.content.shared(layer).down.any():  # whose gate does not matter; llama.cpp's is NaN at 0
             return torch.ones(self.config.hidden_size)
         return self.content.backbone(self.family.shared_gate_name(layer)).flatten()
 

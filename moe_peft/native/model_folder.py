@@ -25,7 +25,7 @@ GENERATION_CONFIG = "generation_config.json"
 # Files beside the weights that belong to the new model too.
 _COMPANIONS = (GENERATION_CONFIG, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates/*")  # fmt: skip
-# Files that the base's terms ask to be passed on.
+# Files that the base's terms require to be passed on.
 TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
 COMPANIONS = (*_COMPANIONS, *TERMS)
 
@@ -113,7 +113,7 @@ def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]
     for path in files:
         if not any(path.resolve().is_relative_to(root) for root in roots):
             raise InputError(
-                f"{path}: is a link to {path.resolve()}, out of the folder; copy that file here, or remove it"
+                f"{path}: is a link to {path.resolve()}, outside the folder; copy that file here, or remove it"
             )
     return files
 
@@ -133,8 +133,8 @@ def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> 
 
 def parse_size(size: str) -> int:
     """
-    Bytes of `"5GB"` or `"200MB"`; units in either case (accelerate's parser takes "5gb" for gigabits). A number alone
-    is bytes, of which there must be a million: `"5"` is not meant as five.
+    Bytes of `"5GB"` or `"200MB"`; units in either case (accelerate's parser takes "5gb" for gigabits). A bare number is
+    bytes, at least a million: `"5"` does not mean five.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMG]B|)", size.upper())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and len(size) < 20 else 0

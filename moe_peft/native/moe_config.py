@@ -33,8 +33,8 @@ def moe_config(
     dense_layers: list[int] | None = None,
 ) -> PreTrainedConfig:
     """
-    The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders have
-    no tied MoE; router outputs, and with them the balancing loss, are off.
+    The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders
+    support no tied MoE; router outputs, and with them the balancing loss, are off.
 
     Args:
         families: of the dense model and of the MoE.
@@ -53,7 +53,7 @@ def moe_config(
     if dense_layers and family.dense_layers is None:
         raise InputError(
             f"layers {dense_layers} without experts: {family.model_type} has experts in every layer; give all layers "
-            "as many experts"
+            "the same number of experts"
         )
     experts: dict[str, Any] = {
         family.count: num_experts,

@@ -92,7 +92,7 @@ class UpcycleConfig:
             block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
         router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
             experts tie; the parts of one are then not chosen together), `"given"`, or `"attention"`: what an attention
-            router folds into whose queries and keys are the dense model's (Router Upcycling, section 3.2).
+            router with the dense model's queries and keys folds into (Router Upcycling, section 3.2).
         router_init_std: std, the gates' standard deviation; of `"uniform"`, U(-√3·std, √3·std).
         router_num_heads: for `"attention"`, m: routers that the attention's heads are grouped into. None: the largest
             number that divides the number of gates and the attention's size (n itself, if it does).
@@ -165,7 +165,7 @@ class UpcycleConfig:
 
     @property
     def num_gates(self) -> int:
-        """Initial gates of a layer, before shared experts are left out: the parts of a partition have one together."""
+        """Initial gates of a layer, before shared experts are left out: the parts of a partition share one."""
         return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
 
     def _error(self, name: str, remedy: str) -> InputError:
@@ -227,7 +227,7 @@ def upcycle(
     if config.init == "checkpoints" and len(names) < 2:
         raise InputError("init='checkpoints': give two models or more, or use init='copy'")
     if not 1 <= len(names) <= config.num_experts:
-        raise InputError(f"num_experts={config.num_experts}: there are {len(names)} models; ask for as many or more")
+        raise InputError(f"num_experts={config.num_experts}: there are {len(names)} models; ask for at least as many")
     if (calibration is not None) != needs_calibration(config.router_init):
         raise InputError(
             f"router_init={config.router_init!r}: calibration data (calibration=…, --calibration FILE) go with "
@@ -293,7 +293,7 @@ def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
     for name in _SAME:
         if fields.get(name) != others.get(name):
             raise InputError(
-                f"{model.folder} has another architecture than {other.folder}: {name}={fields.get(name)!r} and "
+                f"{model.folder} has a different architecture from {other.folder}: {name}={fields.get(name)!r} and "
                 f"{others.get(name)!r}; give models of one architecture"
             )
 
@@ -304,7 +304,7 @@ def _calibrated_gates(
     """The gates that data through the dense model give, by layer."""
     attention = config.router_init == "attention"
     if attention and len(sources) > 1:
-        raise InputError("router_init='attention': takes one dense model; use another with several")
+        raise InputError("router_init='attention': takes one dense model; use another router_init with several")
     dense = sources[0].load() if len(sources) == 1 else mean_model(sources, config.dtype or "auto")
     try:
         if attention:
@@ -384,7 +384,7 @@ class Upcycled:
                     f"{' or '.join(map(str, shapes))} for every layer"
                 )
             if not routers[layer].isfinite().all():
-                raise InputError(f"router_weights: layer {layer} holds NaN or infinity; give other ones")
+                raise InputError(f"router_weights: layer {layer} holds NaN or infinity; give other weights")
 
     def backbone(self, name: str) -> torch.Tensor:
         if self.config.init == "scratch":
@@ -407,13 +407,13 @@ class Upcycled:
         parts = c.num_experts * c.granularity // len(weight_ND)
         gates = weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
         if parts > 1 and c.num_shared_experts % parts:
-            # Of one expert, not all parts are active. Were they to tie, each program would choose others.
+            # Not all parts of an expert are active. If they tied, each program would choose different ones.
             noise = torch.empty(gates.shape).normal_(generator=generator_for(c.seed, layer, "ties"))
             gates = gates + 0.01 * gates.std() * noise
         return gates
 
     def experts(self, layer: int) -> Iterator[FFN]:
-        """The routed experts of a layer. Quickest for one layer after the other, as the next one's are begun early."""
+        """The routed experts of a layer. Fastest layer by layer, as the next layer's are begun early."""
         c = self.config
         ahead = self._ahead if self._ahead_at == layer else self._experts_from(layer)
         self._ahead_at = None

@@ -18,7 +18,7 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class Rules:
-    """What makes experts go, see `prune_experts`."""
+    """What decides which experts are removed; see `prune_experts`."""
 
     min_load: float = 0.0
     merge_twins: float | None = None
@@ -33,7 +33,7 @@ class LayerFacts:
     Args:
         name: for messages.
         num_experts: n.
-        smallest: as many experts must stay.
+        smallest: how many experts must stay.
         load: each expert's share of the assignments, [n]; None without data.
         similarity: cosines, [n, n]; None if twins are not merged.
         dropped: the experts that are to go in any case.
@@ -58,7 +58,8 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
     alike on, then, with `experts_per_layer`, whatever has the smallest load.
 
     Args:
-        same_size: whether all layers must keep as many. Those that could lose more then lose as many as the others.
+        same_size: whether all layers must keep the same number. Those that could lose more then lose as many as the
+            others.
     """
     for layer in layers:
         count = rules.experts_per_layer
@@ -82,8 +83,8 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
     for layer, groups in zip(layers, plan, strict=True):
         if len(groups) != most:
             raise InputError(
-                f"{layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
-                f"every layer; drop fewer here or more there, or give experts_per_layer={len(groups)}"
+                f"{layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has the same "
+                f"number in every layer; drop fewer here or more there, or give experts_per_layer={len(groups)}"
             )
     return plan
 
@@ -111,7 +112,7 @@ def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
 
 
 def weights_of(group: Sequence[int], layer: LayerFacts) -> torch.Tensor:
-    """What each expert of a group counts in their mean, float64 [len(group)]: its load; all the same without data."""
+    """The weight of each expert of a group in their mean, float64 [len(group)]: its load; all the same without data."""
     load = torch.ones(len(group)) if layer.load is None else layer.load[list(group)]
     load = load.double() if float(load.sum()) else torch.ones(len(group), dtype=torch.float64)
     return load / load.sum()

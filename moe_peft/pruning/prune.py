@@ -35,7 +35,7 @@ class PrunedLayer:
     Args:
         name: the module with the router.
         num_experts: n, before.
-        groups: the experts before that each one after was made from, [m] lists.
+        groups: for each expert after, the experts before that it was made from, [m] lists.
         dropped: the experts that are gone.
         load: each expert's share of the layer's assignments before; None without data.
 
@@ -76,7 +76,7 @@ class Pruning:
         size: before and after.
         loss: before and after, by domain and as `"mean"` over all tokens; None without data. A domain of that name is
             called `"mean (domain)"`.
-        lost: the share of tokens that an expert served which is gone, by layer and in any layer; None without data.
+        lost: the share of tokens served by an expert that is gone, by layer and in any layer; None without data.
         merged: the same of experts that have become one with another.
 
     Example:
@@ -121,10 +121,11 @@ def prune_experts(
     Write a MoE-LoRA adapter or a native MoE with fewer experts: the weights and the router rows of those that stay.
 
     Dropping an expert is as if its router logit were minus infinity: with `normalize_top_k`, a layer's output stays the
-    same for tokens that did not choose it; otherwise the gates of the others, which are probabilities, grow by
-    1/(1 - p), p the one that it had. Merging is approximate: the experts' weights and their router rows become a mean,
-    weighted by load, whose gate is that of one twin and not the sum of both (no row of a linear gate gives that). LoRA
-    experts become the rank-r update that is nearest to the mean of theirs. `loss` says what all this costs.
+    same for tokens that did not choose it; otherwise the gates of the others, which are probabilities, grow by the
+    factor 1/(1-p), where p is the one that it had. Merging is approximate: the experts' weights and their router rows
+    become a mean, weighted by load, whose gate is that of one twin and not the sum of both (no row of a linear gate
+    gives that). LoRA experts become the rank-r update that is nearest to the mean of theirs. `loss` says what all this
+    costs.
 
     Args:
         model: the folder of an adapter with routers that can lose experts, or of a native MoE of a family that
@@ -137,7 +138,7 @@ def prune_experts(
         min_load: with data, drop experts with a smaller share of their layer's assignments; None: 0.01.
         merge_twins: merge experts whose cosine is at least this: of their updates B A, or in a native MoE, or with
             bottleneck experts, of their weights. None: do not merge.
-        experts_per_layer: how many experts stay in every layer; those used least go until so few are left.
+        experts_per_layer: how many experts stay in every layer; those used least are dropped until only these are left.
         drop: experts to drop in every layer, or layer (counted from 0, as in `moe-peft inspect`) → experts.
         dtype, batch_size, max_length, max_examples: of the passes over the data, as `moe-peft inspect` has them.
 
@@ -146,7 +147,7 @@ def prune_experts(
 
     Raises:
         ValueError: model or data do not exist or do not fit, a router cannot lose experts, a layer would keep fewer
-            than top_k (in an adapter also fewer than two), or nothing would go.
+            than top_k (in an adapter also fewer than two), or no expert would be removed.
 
     Example:
 
@@ -159,9 +160,9 @@ def prune_experts(
     ```
     """
     if data is None and not (min_load is None and label_column is None):
-        raise InputError("min_load and label_column say something of data; give data, or leave them out")
+        raise InputError("min_load and label_column go with data; give data, or leave them out")
     if data is None and merge_twins is None and drop is None:
-        raise InputError("data=None: nothing says which experts go; give data, merge_twins or drop")
+        raise InputError("data=None: nothing says which experts to remove; give data, merge_twins or drop")
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:

@@ -44,7 +44,7 @@ class RoutedLayer(NamedTuple):
 class Prunable(ABC):
     """The experts of a folder."""
 
-    same_size = False  # whether all layers must keep as many experts
+    same_size = False  # whether all layers must keep the same number of experts
     layers: list[RoutedLayer]  # in the order of the routers in a forward pass
     base: str | None  # of an adapter, for the model card
 
@@ -59,7 +59,7 @@ class Prunable(ABC):
 
         Args:
             groups: the groups of every layer.
-            weights: what the experts of each group count in their mean.
+            weights: of the experts of each group in their mean.
         """
 
 
@@ -96,7 +96,7 @@ class PrunableAdapter(Prunable):
         if not self.config.router_class.expert_rows:
             raise InputError(
                 f"router_type={self.config.router_type!r}: such a router has no parameters of single experts "
-                "that could go (expert_rows of its class)"
+                "that could be removed (expert_rows of its class)"
             )
         self.state = folder.tensors
 
@@ -169,7 +169,7 @@ def _names(names: list[str] | None, groups: Sequence[Groups]) -> list[str] | Non
 
 
 class PrunableMoE(Prunable):
-    """A native MoE of `FAMILIES`. All its layers keep as many experts."""
+    """A native MoE of `FAMILIES`. All its layers keep the same number of experts."""
 
     same_size = True
     base = None

@@ -22,7 +22,7 @@ def label_text(label: Any) -> str:
 
 
 def in_order(labels: Iterable[str], expert_map: Mapping[Any, Any] | None) -> list[str]:
-    """The different labels, in the order of a map, then in that in which they come."""
+    """The different labels: those of a map in its order, then the others as they come."""
     labels = dict.fromkeys(labels)
     return [label for label in dict.fromkeys([*map(label_text, expert_map or ()), *labels]) if label in labels]
 

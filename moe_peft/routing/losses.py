@@ -79,7 +79,7 @@ def balancing_loss(
 
 
 def _rows(x_LN: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-    """Those of some layers. A list as an index would be copied to the device, for which the CPU waits."""
+    """The rows of some layers. A list as an index would be copied to the device, for which the CPU waits."""
     return x_LN if len(layers) == len(x_LN) else torch.stack([x_LN[i] for i in layers])
 
 

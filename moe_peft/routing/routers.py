@@ -491,7 +491,7 @@ ROUTERS: dict[str, type[Router]] = {
     "locmoe": PooledRouter,
     "hash": HashRouter,
 }
-"""The routers by their names, which configs take as `router_type`; one of your own is a line more."""
+"""The routers by their names, which configs take as `router_type`; one of your own takes one more line."""
 
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:

@@ -193,8 +193,8 @@ class LoadHealth:
 
     Args:
         variation: the coefficient of variation of the loads in a layer, averaged over layers.
-        untrained: about that of gates with random weights.
-        by_chance: that of as many assignments at random.
+        untrained: about what gates with random weights have.
+        by_chance: what as many random assignments have.
         dead: experts with less than 1 % of their layer's assignments (a quarter of the even load, if that is less).
         experts: of all layers.
         monopolies: layers whose load varies by more than 0.7 of the most that it can: as many experts as serve each
@@ -267,7 +267,7 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
-        tokens: how many tokens they are of.
+        tokens: how many tokens they come from.
 
     Returns:
         the layers' variations, and what they amount to in a word or a sentence.
@@ -290,7 +290,7 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
     k_L = (assigned_L / max(tokens, 1)).clamp(min=1)
     most_L = (size_L / k_L - 1).clamp(min=0).sqrt()
     chance_L = torch.where(assigned_L > 0, (size_L - 1) / assigned_L, 0).sqrt()
-    share_LN = counts_LN.double() / assigned_L.unsqueeze(1)  # NaN, so no expert is dead, without assignments
+    share_LN = counts_LN.double() / assigned_L.unsqueeze(1)  # NaN without assignments, so no expert is dead
     idle_LN = share_LN < (_DEAD_OF_EVEN / size_L).clamp(max=_DEAD).unsqueeze(1)
     return LoadHealth(
         variation=float(variation_L.mean()),

@@ -108,7 +108,7 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
     (architecture,) = adapter.base.config.architectures or [None]
     if architecture not in ARCHITECTURES:
         raise InputError(
-            f"{adapter}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
+            f"{adapter}: its base is a {architecture}, but vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
             "it with `moe-peft export`"
         )
     if pipeline_parallel_size > 1:
@@ -123,7 +123,7 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
             continue
         if not _SERVED.fullmatch(name):
             raise InputError(
-                f"{adapter}: {name} has experts, and vLLM serves those on FFNs and on linears of FFNs and attentions; "
+                f"{adapter}: {name} has experts, but vLLM serves those on FFNs and on linears of FFNs and attentions; "
                 "serve it with transformers and PEFT"
             )
         in_parts = isinstance(layer, MoELoraFFN) and tensor_parallel_size > 1
@@ -134,4 +134,4 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
     if adapter.base.config.get_text_config().tie_word_embeddings and not adapter.config.ensure_weight_tying:
         trained = (key for key in adapter.tensors if key.endswith(("embed_tokens.weight", "lm_head.weight")))
         if (key := next(trained, None)) is not None:
-            raise InputError(f"{adapter}: {key} was trained, and the base ties it to another; export it")
+            raise InputError(f"{adapter}: {key} was trained, but the base ties it to another; export it")

@@ -32,7 +32,7 @@ _ADAPTER = "default"
 
 
 class Segment(NamedTuple):
-    """Of consecutive features, those that this process computes."""
+    """Consecutive features, and those of them that this process computes."""
 
     full: int
     start: int

@@ -1,8 +1,8 @@
 """
-What a checkpoint says of itself: whether it is complete, and of which training it is.
+What a checkpoint says about itself: whether it is complete, and which training wrote it.
 
 A checkpoint is complete when the file `complete.json` in it says so, which has the sizes and hashes of the other files
-and the fingerprint of the training. Without it, a checkpoint counts for nothing.
+and the fingerprint of the training. Without it, a checkpoint is ignored.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Fingerprint:
         Of a trainer: its arguments (but for `INCIDENTAL` ones and its length), processes, adapter, data and base.
 
         Args:
-            more: what identifies it, too.
+            more: what else identifies it.
         """
         args, model, data = trainer.args, trainer.model, trainer.train_dataset
         names = {f.name for f in fields(args) if f.init} - INCIDENTAL - _LENGTH
@@ -107,8 +107,8 @@ def _adapter_facts(config: PeftConfig) -> dict[str, Any]:
 
 def base_values(model: nn.Module) -> list[float]:
     """
-    Some values of each parameter that adapters leave as it is; none of a model without adapters, or where a process may
-    not have them. New values of adapters may be others in each run.
+    Some values of each parameter that adapters leave unchanged; none for a model without adapters, or where a process
+    may not have them. New values of adapters may differ in each run.
     """
     prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
     if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
@@ -131,7 +131,7 @@ _LARGE = 2**30  # bytes; larger files are not hashed, as all processes would wai
 
 def mark_complete(checkpoint: Path, fingerprint: Fingerprint, editable: Collection[str] = ()) -> None:
     """
-    Say that a checkpoint is complete as it is now, and of which training.
+    Mark a checkpoint as complete as it is now, and as its training's.
 
     Args:
         editable: names of files that may change afterwards.
@@ -163,12 +163,12 @@ def _marker(checkpoint: Path) -> dict[str, Any]:
 
 
 def fingerprint_of(checkpoint: Path) -> Fingerprint:
-    """Of the training that wrote a complete checkpoint."""
+    """The fingerprint of the training that wrote a complete checkpoint."""
     return Fingerprint(_marker(checkpoint)["fingerprint"])
 
 
 def has_optimizer(checkpoint: Path) -> bool:
-    """Whether a checkpoint has an optimizer's state, without which a training that resumes is another one."""
+    """Whether a checkpoint has an optimizer's state, without which a resumed training would be a different one."""
     return any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
 
 
@@ -183,7 +183,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     for checkpoint in reversed(numbered_checkpoints(folder).values()):
         if is_complete(checkpoint):
             return checkpoint
-        logger.warning("%s: is not complete; passed over", checkpoint)
+        logger.warning("%s: is not complete; skipped", checkpoint)
     return None
 
 
@@ -205,8 +205,8 @@ _NOT_MODEL = (
 
 def copy_result(checkpoint: Path, folder: Path, adapter_name: str = "default") -> None:
     """
-    The weights, tokenizer and model card of a checkpoint, without what only its training needed. An adapter comes out
-    of the folder of its name, which PEFT gives to those of other names than "default".
+    The weights, tokenizer and model card of a checkpoint, without what only its training needed. An adapter leaves the
+    subfolder that PEFT makes for adapters not named "default".
     """
     named = checkpoint / adapter_name
     sources = [checkpoint, named] if (named / ADAPTER_CONFIG).is_file() else [checkpoint]

@@ -45,11 +45,11 @@ def load_data(
     Load a dataset as the recipe's `data` section names it.
 
     Args:
-        source: a file, a dataset's name, or arguments of `datasets.load_dataset`, whose own split goes first.
+        source: a file, a dataset's name, or arguments of `datasets.load_dataset`, whose own split takes precedence.
         field: the field that messages name.
         label_column: a column that the data must have.
         split: the split, e.g. "test" or "train[:100]". A file has the split "train".
-        formats: columns of which the data must have one set.
+        formats: sets of columns, one of which the data must have.
     """
     # The arguments of `load_dataset` for a file, a name, or a mapping of arguments.
     arguments = {"path": source} if isinstance(source, str) else source
@@ -82,7 +82,7 @@ def load_data(
             if isinstance(dataset, Dataset):
                 if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
                     dataset = _without_times(source, dataset, split)
-                with reading("text that is not UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
+                with reading("text that is not UTF-8", "save it as UTF-8"):  # which only reading a row would show
                     dataset.data.validate(full=True)
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
@@ -106,7 +106,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with `from` and `value`, as ShareGPT has them, or a column `conversations`, as one with messages."""
+    """Turn a row with `from` and `value`, as in ShareGPT, or a column `conversations` into one with messages."""
     row = maybe_convert_to_chatml(row)
     for cell in row.values():
         for message in cell if isinstance(cell, list) else ():
@@ -117,8 +117,8 @@ def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
 
 def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
     """
-    A JSON file's rows with their text, by way of a file whose columns have types: pyarrow reads text as times where all
-    values of a JSON column, or of a part, look so.
+    A JSON file's rows with their text, by way of a file whose columns have types: pyarrow reads text as times if all
+    values of a JSON column, or of a part of it, look like times.
     """
     text = read_text(file)
     lines = text.split("\n")  # `splitlines` would also split at other characters, inside strings
@@ -151,7 +151,7 @@ def _check_cache() -> None:
 
 
 def _stray_file(folder: str) -> str | None:
-    """Which file of a folder cannot be read, or has other columns than the first; None if there is no such file."""
+    """The file of a folder that cannot be read, or has other columns than the first; None if there is none."""
     first: tuple[str, list[str]] | None = None
     for file in sorted(Path(folder).rglob("*")) if os.path.isdir(folder) else ():
         if file.suffix not in _FORMATS:
@@ -181,7 +181,7 @@ def check_has_labels(dataset: Dataset, column: str | None, field: str, section: 
 def check_label_column(column: str | None, section: str = "") -> None:
     """
     Raises:
-        ValueError: training changes the texts of this column, so labels are read from it in vain.
+        ValueError: training changes the texts of this column, so it cannot hold labels.
     """
     if column in ("text", "completion"):
         raise InputError(
@@ -193,7 +193,7 @@ def check_label_column(column: str | None, section: str = "") -> None:
 def check_domains(dataset: Dataset, column: str | None, section: str = "") -> None:
     """
     Raises:
-        ValueError: the column has too many values to be one of domains.
+        ValueError: the column has too many values to hold domains.
     """
     count = 0 if column is None else len(dataset.unique(column))
     if count > MOST_DOMAINS:
@@ -226,7 +226,7 @@ def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> 
     seen = 0
     for rows in rows_of_labels(dataset[label_column]).values():
         seen += len(rows)
-        wanted = round(epochs * seen) - len(order)  # so that labels of few rows have their share all together
+        wanted = round(epochs * seen) - len(order)  # so that labels with few rows together get their share
         shuffled: list[int] = []
         while len(shuffled) < wanted:
             shuffled += [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
@@ -276,7 +276,7 @@ def check_rows(
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
     of_tokens = columns & set(_OF_TOKENS)
     if of_tokens and not parts == (("input_ids",),):
-        raise InputError(f"{field}: column {min(of_tokens)!r}: trainers take it for values of tokens; rename it")
+        raise InputError(f"{field}: column {min(of_tokens)!r}: trainers would read it as values of tokens; rename it")
     kept |= of_tokens
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
         where = f"{field}: row {i}"
@@ -295,7 +295,7 @@ def check_rows(
             keys = ", ".join(key for part in parts for key in part)
             raise InputError(f"{where}: {keys}: must all be strings, or all conversations")
     if orders and template() is None:
-        raise InputError(f"{field}: has conversations, but the tokenizer no chat template; set chat_template_path")
+        raise InputError(f"{field}: has conversations, but the tokenizer has no chat template; set chat_template_path")
     for roles, (where, messages) in orders.items():
         with reading(f"{where}: the chat template does not take messages of {', '.join(roles)}"):
             tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template())
@@ -396,7 +396,7 @@ def check_learnable(path: str, dataset: Any, args: Any) -> None:
 
 
 def is_learnable(dataset: Dataset) -> bool:
-    """Whether a row of a prepared dataset has a token to learn, which its first token, with none before it, is not."""
+    """Whether a row of a prepared dataset has a token to learn; its first token, which follows none, is not one."""
     if "labels" not in dataset.column_names:
         return len(dataset) > 0
     return any(label != IGNORED for row in dataset.select_columns("labels") for label in row["labels"][1:])

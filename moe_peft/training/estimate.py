@@ -1,4 +1,4 @@
-"""What a training will take: rows, tokens and memory, by rules; time and the peak of memory, by a few steps."""
+"""What a training will take: rows, tokens and memory by rules, time and peak memory from a few steps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, t
 @dataclass(frozen=True)
 class Memory:
     """
-    Bytes of one process on its device, but for activations, which come on top: no rule knows those of any model's code.
+    Bytes of one process on its device, without activations, which come on top: no rule covers every model's code.
 
     Args:
         weights: all of them, quantized ones at their packed size.
@@ -112,7 +112,7 @@ def memory(
     An estimate for one process: the weights, and gradients and Adam's two moments of the trainable ones.
 
     DDP's buckets hold the gradients once more. Where parameters are sharded, two layers (the one that computes and the
-    next) and what is in no layer, such as embeddings, are full all the same.
+    next) and what is in no layer, such as embeddings, are still full.
 
     Args:
         model: what is trained, without weights, each parameter with its dtype; see `on_quantized`.
@@ -131,7 +131,7 @@ def memory(
 
 
 def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of all weights, of the largest layer, and of those in no layer. A tied weight counts once."""
+    """Bytes of all weights, of the largest layer, and of those in no layer. A tied weight counts once."""
     scale = (1 if quantization.get("bnb_4bit_use_double_quant") else 4) / 64  # 64 weights have one in float32
     packed = 0.5 + scale if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
     head = base_model(model).get_output_embeddings()
@@ -174,8 +174,8 @@ class Measured:
 
 def measured_steps(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTConfig, data: Dataset) -> Measured:
     """
-    The median time of three optimizer steps, after one that does not count, and their peak of memory. Nothing is saved
-    or reported.
+    The median time of three optimizer steps, after one that does not count, and their peak memory. Nothing is saved or
+    reported.
 
     Args:
         make_trainer: arguments and rows → the trainer.
@@ -206,7 +206,7 @@ def _counts_bytes(device: torch.device) -> bool:
 
 
 def _process_peak() -> int:
-    """The most bytes of memory that this process has had, since it began."""
+    """The most memory that this process has used since it began, in bytes."""
     import resource  # Windows has none
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -232,7 +232,7 @@ def duration(seconds: float) -> str:
 
 # --- the plan of a training ------------------------------------------------------------------------------------------
 
-# Of a plan's table; the last two are measured.
+# Columns of a plan's table; the last two are measured.
 COLUMNS = ("steps", "tokens", "trainable parameters", "memory per process, about", "peak, measured", "time, about")
 
 
@@ -241,7 +241,7 @@ def memory_line() -> str:
     python = gib(psutil.Process().memory_info().rss)
     return (
         f"memory: without activations, which are part of the peak that --time measures; on a CPU, add {python} for "
-        "Python and its libraries, which such a peak has too"
+        "Python and its libraries, which such a peak includes"
     )
 
 
@@ -289,14 +289,14 @@ def print_estimates(
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a training has, and the mean of their tokens."""
+    """How many rows a training has, and their mean number of tokens."""
 
     count: int
     length: float
 
 
 def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
-    """Training rows as they are after truncation and packing. Their tokens come from up to 500 of them."""
+    """Training rows as they are after truncation and packing. Tokens are counted in up to 500 of them."""
     stride = max(1, len(data) // _SAMPLED_ROWS)
     limit = args.max_length or float("inf")
     template = chat_template(getattr(args, "chat_template_path", None), "chat_template_path")

@@ -27,7 +27,7 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
     if column not in dataset.column_names:
         raise InputError(f"label_column={column!r}: the {name} dataset has {dataset.column_names}")
     if not isinstance(dataset.features[column], (Value, ClassLabel)):
-        raise InputError(f"label_column={column!r}: the {name} dataset has lists there; give one label a row")
+        raise InputError(f"label_column={column!r}: the {name} dataset has lists there; give one label per row")
     unknown = unknown_labels(dataset, column, labels)
     if unknown:
         raise InputError(f"expert_map: no experts for the labels {unknown} of the {name} dataset; add them")

@@ -1,4 +1,4 @@
-"""What our trainers do beside their losses: clip by full norms, save finite weights alone, resume native MoEs."""
+"""What our trainers do besides their losses: clip by full norms, save only finite weights, resume native MoEs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 class FiniteWeightsMixin:
     """
-    Mixin for a Trainer: it saves no weights that are not finite. (ZeRO-3's, which are sharded, it does not look at.)
-    It warns where steps would be lost in rounding.
+    Mixin for a Trainer: it refuses to save weights that are not finite (ZeRO-3's shards are not checked), and warns if
+    steps would be lost to rounding.
     """
 
     args: Any
@@ -120,8 +120,8 @@ def _load_native(model: Any, folder: str) -> None:
 @contextmanager
 def full_norm(model: nn.Module) -> Iterator[None]:
     """
-    Gradients whose norm is that of all the parameters that a model's stand for (`Router.stands_for`); undone
-    afterwards, to rounding.
+    Inside this block, gradients have the norm of all the parameters that the model's stand for (`Router.stands_for`);
+    undone afterwards, up to rounding.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     counts = {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}

@@ -28,8 +28,8 @@ def preflight(
     args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "", on_this_machine: bool = True
 ) -> None:
     """
-    Find what a trainer would stumble over later, perhaps hours later: packages that are not installed, no launcher, a
-    chat template that is not there, answers that the data do not have, and examples that cannot be prepared.
+    Find what a trainer would stumble over later, perhaps hours later: packages that are not installed, a missing
+    launcher or chat template, answers that the data lack, and examples that cannot be prepared.
 
     Args:
         args: of one training.
@@ -43,7 +43,9 @@ def preflight(
         if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
             raise InputError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
         if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
-            raise InputError(f"{section}activation_offloading=True: there is no accelerator to take activations off")
+            raise InputError(
+                f"{section}activation_offloading=True: there is no accelerator to offload activations from"
+            )
     template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
@@ -57,9 +59,9 @@ def preflight(
 
 def check_packages(args: TrainingArguments, section: str = "") -> None:
     """
-    Build what a trainer builds of its arguments only as it begins to train: the optimizer's class, the schedule, and
-    the callbacks that report. The trainer would say the same, but as a traceback, after weights are loaded and, in
-    UpIT, after the stages before it.
+    Build what a trainer builds from its arguments only when it begins to train: the optimizer's class, the schedule and
+    the callbacks that report. The trainer would raise the same errors, but as tracebacks, after weights are loaded and,
+    in UpIT, after earlier stages.
 
     Args:
         section: that has them, with a dot at its end.
@@ -90,7 +92,7 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
         raise InputError(f"{section}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
     _check_checkpointing(args.gradient_checkpointing_kwargs or {}, isinstance(args, SFTConfig), section)
     if args.use_liger_kernel and not is_liger_kernel_available():
-        raise InputError(f"{section}use_liger_kernel=True: is not installed; pip install liger-kernel")
+        raise InputError(f"{section}use_liger_kernel=True: liger-kernel is not installed; pip install liger-kernel")
     backend, backends = args.torch_compile_backend, [backend.value.lower() for backend in DynamoBackend]
     if backend is not None and backend.lower() not in backends:
         raise InputError(choice_error(f"{section}torch_compile_backend", backend, backends))
@@ -102,7 +104,7 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
     """
     Raises:
-        ValueError: torch does not know a key, and neither transformers nor, for SFT, TRL take it out.
+        ValueError: torch does not know a key, and neither transformers nor, for SFT, TRL removes it.
     """
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
     enable = renamed or PreTrainedModel.gradient_checkpointing_enable

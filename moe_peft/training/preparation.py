@@ -43,7 +43,7 @@ _OF_TRAINING = {
 
 
 def preparation(max_length: int) -> SFTConfig:
-    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most so many tokens."""
+    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most this many tokens."""
     return SFTConfig(
         output_dir=tempfile.gettempdir(), bf16=False, max_length=max_length, report_to="none",
         gradient_checkpointing=False, use_cpu=not torch.accelerator.is_available(),
@@ -56,7 +56,7 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
     makes batches of them.
 
     TRL's preparation is a method of its trainer, so this creates a trainer around a tiny model. It leaves the tokenizer
-    alone, of which a trainer may change the template and the tokens.
+    alone, whose template and tokens a trainer may change.
     """
     processing_class = copy.deepcopy(processing_class)
     stand_in = LlamaForCausalLM(
@@ -129,11 +129,11 @@ def calibration_batches(
         seed: of the draw.
         args: how the examples are prepared: the chat template, the text field, and so on, but for packing, the length
             and which tokens have a loss. None: with the tokenizer's template.
-        columns: columns with a number for each example that batches have, too, such as `expert` for `init_gates`.
+        columns: further columns for the batches, with a number for each example, such as `expert` for `init_gates`.
     """
     args = preparation(max_length) if args is None else copy.copy(args)
     args.max_length, args.packing, args.padding_free = max_length, False, False
-    args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would go
+    args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would be dropped
     rows, collator = tokenized(drawn(dataset, max_examples, seed), processing_class, args)
     batches = []
     for start in range(0, len(rows), batch_size):

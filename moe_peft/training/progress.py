@@ -26,7 +26,7 @@ _SECONDS_PER_LINE = 30.0
 
 def show_progress(trainer: Trainer) -> None:
     """
-    Make `trainer` report by `StageProgress` alone; what it logs still reaches its other callbacks. In a notebook the
+    Make `trainer` report only by `StageProgress`; what it logs still reaches its other callbacks. In a notebook the
     trainer keeps its table.
     """
     if DEFAULT_PROGRESS_CALLBACK is ProgressCallback:

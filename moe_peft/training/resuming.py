@@ -57,7 +57,7 @@ def total_steps(trainer: Trainer) -> int:
 
 
 def save_full_weights(trainer: Trainer) -> None:
-    """Have FSDP write full weights, as any other trainer does; of sharded ones `save_model` writes nothing."""
+    """Have FSDP write full weights, as any other trainer does; `save_model` writes nothing of sharded ones."""
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
@@ -90,11 +90,11 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
 
     Args:
         trainer: recreated from the same model, data and arguments as the run that was stopped.
-        keep: steps whose checkpoints stay, beside the last one; of others, only the latest does. Training then resumes
+        keep: steps whose checkpoints stay, besides the last one; of others, only the latest does. Training then resumes
             from the last complete checkpoint in `trainer.args.output_dir` if there is one, and one of `keep` that is
             missing is trained again. None: as the trainer's arguments say, `save_strategy` and
             `resume_from_checkpoint`; nothing is removed.
-        facts: what identifies the training, beside its fingerprint.
+        facts: what identifies the training, besides its fingerprint.
     """
     args = trainer.args
     kept: set[int] = set()
@@ -169,7 +169,7 @@ class KeepCheckpoints(MarkComplete):
 
 
 def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint, kept: set[int]) -> Path | None:
-    """The checkpoint that training goes on from, or that is its result; None: from the beginning."""
+    """The checkpoint that training continues from, or that is its result; None: it starts from the beginning."""
     folder = Path(str(args.output_dir))
     if kept:
         return _last_before_a_gap(folder, fingerprint, kept)
@@ -193,7 +193,7 @@ def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint, kep
 
 
 def _last_before_a_gap(folder: Path, fingerprint: Fingerprint, kept: set[int]) -> Path | None:
-    """The last complete checkpoint if all are there that are to stay; else one to resume from, before the missing."""
+    """The last complete checkpoint, or if one of those that should stay is missing, one to resume from before it."""
     complete = {step: path for step, path in numbered_checkpoints(folder).items() if is_complete(path)}
     for path in complete.values():
         _check_same(path, fingerprint)
@@ -206,17 +206,18 @@ def _last_before_a_gap(folder: Path, fingerprint: Fingerprint, kept: set[int]) -
 def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
     """
     Raises:
-        ValueError: a complete checkpoint is of another training.
+        ValueError: a complete checkpoint belongs to another training.
     """
     difference = fingerprint_of(checkpoint).difference(fingerprint)
     if difference is not None:
         raise InputError(
-            f"{str(checkpoint)!r}: is of another training, with {difference}; set that, or choose another output_dir"
+            f"{str(checkpoint)!r}: belongs to another training, with {difference}; set that, or choose another "
+            "output_dir"
         )
 
 
 def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
-    """If a checkpoint has all steps of the training, load it, as the trainer would take one more."""
+    """If a checkpoint has all steps of the training, load it, because the trainer would take one more."""
     args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     if args.auto_find_batch_size and state.train_batch_size is not None:
         trainer._train_batch_size = state.train_batch_size  # as the trainer does

@@ -99,11 +99,13 @@ class RouterLossConfig(_Coefficients):
     )
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
     router_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the routers. None: that of all others."}
+        default=None, metadata={"help": "Learning rate of the routers. None: the same as the rest."}
     )
     router_schedule: Schedule = field(default="constant", metadata={"help": "Constant, three-phase or step decay."})
     router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
-    router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
+    router_bias_anneal: float = field(
+        default=0.0, metadata={"help": "Final share of the steps, in which biases go to 0."}
+    )
     router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ class RouterLog:
         self._loads.pop(training, None)
 
     def load_health(self) -> LoadHealth | None:
-        """That of the load in training, of the tokens since the last log or of those that it was about."""
+        """The health of the load in training, for the tokens since the last log, or else for those that it covered."""
         return self._load_health(True) or self._last_health
 
     def _load_health(self, training: bool) -> LoadHealth | None:

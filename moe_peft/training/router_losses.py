@@ -47,7 +47,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a
-    `RouterLossConfig`; a plain config of the trainer's gets that one's fields with their defaults.
+    `RouterLossConfig`; a trainer's plain config gets its fields with their defaults.
 
     The load is what routers did since the last log, masks and dropped slots included; `load_cv_by_chance` is the
     variation that even routing of as many tokens would have, `dead_experts` the share of experts that get next to
@@ -104,7 +104,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         warn_of_top_1(layers)
         self._balance_by_bias()
         self._frozen = freeze_for_stage(self.model, router_parameters(self.model), self.args.training_stage)
-        self._added = False  # whether the current step's loss has the routers' losses
+        self._added = False  # whether the current step's loss includes the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
@@ -122,7 +122,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             if plugin is not None and name in plugin.deepspeed_config:
                 raise InputError(f"{field}: DeepSpeed's config has a key {name!r}; leave that out")
         if self.optimizer is not None:
-            raise InputError(f"{field}: is not for an optimizer of your own; give its groups an lr")
+            raise InputError(f"{field}: does not apply to an optimizer of your own; give its groups an lr")
 
     def _balance_by_bias(self) -> None:
         """Add what moves the routers' biases, if they have some and are trained."""
@@ -148,7 +148,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         trainer.log(logs, *args, **kwargs)
 
     def _keep_frozen(self) -> None:
-        """Freeze again what PEFT has unfrozen: it does so when adapters are disabled for a reference pass, say."""
+        """Freeze again what PEFT has unfrozen: it does so when adapters are disabled, e.g. for a reference pass."""
         for parameter in self._frozen:
             parameter.requires_grad_(False)
 

@@ -50,5 +50,5 @@ def _step_decay(step: int, steps: int) -> float:
     return (min(1.0, step / warm_up) if warm_up else 1.0) * 0.316 ** sum(step >= end * steps for end in (0.8, 0.9))
 
 
-# The learning rate's factor at a step of how many, by `router_schedule`.
+# By `router_schedule`: the learning rate's factor at a step, given the number of steps.
 FACTORS = {"three_phase": _three_phases, "step_decay": _step_decay}

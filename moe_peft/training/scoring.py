@@ -26,7 +26,7 @@ _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 @contextmanager
 def fused_lm_head(model: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Iterator[None]:
     """
-    A model has TRL's fused head inside this block, and afterwards the forward that it had, as a trainer may need it.
+    Inside this block, a model has TRL's fused head; afterwards it gets back its own forward, which a trainer may need.
 
     Args:
         outputs: see `trl.trainer.utils.add_fused_lm_head`.
@@ -80,7 +80,7 @@ def example_losses(
             losses_B, counts_B = -outputs.log_probs.cpu().double().sum(-1), outputs.label_mask.sum(-1)
             scored.append((start, losses_B.tolist(), counts_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
-            # Sharded weights are gathered by all processes at once, so one that has a batch less runs one of padding.
+            # Sharded weights are gathered by all processes at once, so one that has a batch fewer runs one of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
             model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
     if state.num_processes > 1:
@@ -91,7 +91,7 @@ def example_losses(
 
 
 def loss_name(domain: str) -> str:
-    """What a domain's loss is called beside `"mean"`, that of all."""
+    """What a domain's loss is called beside `"mean"`, the loss of all."""
     return "mean (domain)" if domain == "mean" else domain
 
 

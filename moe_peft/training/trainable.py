@@ -56,7 +56,7 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
 
 
 def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter], rate: float) -> None:
-    """Give routers a learning rate of their own, in groups that have all else from those that they were in."""
+    """Give routers a learning rate of their own, in groups that otherwise copy those that they were in."""
     ids = {id(parameter) for parameter in routers}
     trained = [(group, [p for p in group["params"] if id(p) in ids]) for group in optimizer.param_groups]
     if not any(own for _, own in trained):

@@ -129,7 +129,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if COLUMN in dataset.column_names:
             raise InputError(
-                f"{COLUMN}: the {dataset_name} dataset has this column, which label_column makes; rename it"
+                f"{COLUMN}: the {dataset_name} dataset has this column, which label_column creates; rename it"
             )
         check_labels(dataset, column, self._labels, dataset_name)
         unpacked = copy.copy(args)
@@ -169,8 +169,8 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
     for label, experts in expert_map.items():
         if min(experts) >= min(sizes):
             raise InputError(
-                f"expert_map: {label!r} has experts {list(experts)}, of which a layer with {min(sizes)} has none; give "
-                f"it one of the first {min(sizes)}"
+                f"expert_map: {label!r} has experts {list(experts)}, but a layer has only {min(sizes)}; give it "
+                f"one of the first {min(sizes)}"
             )
     if args.router_label_mask:
         common_size(model, "router_label_mask=True")

@@ -32,8 +32,8 @@ class ModelCardMixin(FiniteWeightsMixin):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """
-        The card of `args.output_dir`, once a model has been saved there. TRL's own, in its place, would show code that
-        does not load an adapter. A card that somebody has edited keeps its text.
+        The card of `args.output_dir`, once a model has been saved there. TRL's own card would show code that does not
+        load an adapter. A card that somebody has edited keeps its text.
 
         Args:
             model_name: its title; None: the kind of model and its base.

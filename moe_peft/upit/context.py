@@ -98,7 +98,7 @@ class RunContext:
 
     @cached_property
     def hashes(self) -> dict[str, Any]:
-        """Of the inputs."""
+        """The hashes of the inputs."""
         name = Path(self.base.name_or_path)
         commit = getattr(self.base.config, "_commit_hash", None)
         return {
@@ -152,7 +152,9 @@ def most_positions(base: Base) -> int | None:
 
 
 def _hash_folder(folder: Path) -> str:
-    """Of a model's or an adapter's files, but not of what tools and people leave beside them: hidden files, a card."""
+    """
+    The hash of a model's or an adapter's files, without what tools and people leave beside them: hidden files, a card.
+    """
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     names = {path.name: hash_file(path) for path in files if path.name != "README.md"}
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()
@@ -166,7 +168,7 @@ def _hash_rows(dataset: Dataset) -> str:
 
 
 def hash_template(path: str | None) -> str | None:
-    """Of a chat template's file, or of that of a tokenizer's folder; a name on the hub stands for itself."""
+    """The hash of a chat template's file, or of a tokenizer's folder's; a name on the hub stands for itself."""
     if path is None or not Path(path).exists():
         return path
     template = chat_template(path, "chat_template_path") or ""

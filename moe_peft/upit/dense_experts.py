@@ -86,7 +86,7 @@ class DenseExperts(ExpertKind):
         copy_companions(self.base.folder, folder, TERMS)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
-        """Of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
+        """Inner products of displacements from the base's FFNs: of a stage's dense models, or of its MoE's experts."""
         experts, moe = written_experts(folder), folder / self.output
         if not experts and not moe.is_dir():
             return None
@@ -257,7 +257,7 @@ class DenseExperts(ExpertKind):
         return native
 
     def _config(self, base: PreTrainedConfig) -> PreTrainedConfig:
-        """The native MoE's."""
+        """The native MoE's config."""
         return upcycled_config(base, self.recipe.upcycle_config())[1]
 
     def put_routers(self, model: PreTrainedModel, seed: int) -> None:
@@ -273,7 +273,7 @@ class DenseExperts(ExpertKind):
         copy_companions(self.base.folder, folder, TERMS)
 
     def _fold(self, folder: Path) -> None:
-        """Write plain gates for the recipe's routers, if they fold into such."""
+        """Write plain gates for the recipe's routers, if they fold into them."""
         model = self.load(folder)
         try:
             fold_routers(model)
@@ -285,7 +285,7 @@ class DenseExperts(ExpertKind):
     def load_result(self, folder: Path, seed: int) -> tuple[PreTrainedModel, PreTrainedModel]:
         model, base = self.load(folder), self.base.load()
         base_rows, rows = (m.get_input_embeddings().weight.shape[0] for m in (base, model))
-        if rows > base_rows:  # a chat template brought tokens, of which the training's embeddings began like this
+        if rows > base_rows:  # a chat template added tokens, whose embeddings began like this in training
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 base.resize_token_embeddings(rows)

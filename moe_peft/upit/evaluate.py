@@ -197,7 +197,7 @@ class Evaluate(TrainerStage):
 
     @property
     def template(self) -> tuple[str, str | None]:
-        """That of the stage that trains the result."""
+        """The chat template of the stage that trains the result."""
         name, sft = self._trained
         if "chat_template_path" in sft:
             return f"{name}.sft.chat_template_path", sft["chat_template_path"]

@@ -46,7 +46,7 @@ def expand_experts(
         num_experts: how many there are afterwards.
         method: how parents are chosen: `"genetic"`: the pair that is least similar; `"random"`: any; `"none"`: there is
             no expansion, and more experts than there are raise an error.
-        similarity: what is compared for that: the LoRAs' `"update"` B A, their `"values"`, or their `"displacement"`
+        similarity: what is compared for this: the LoRAs' `"update"` B A, their `"values"`, or their `"displacement"`
             from `initial`.
         drop_rate: the share of values that merging drops (DARE).
         seed: of what is drawn.
@@ -116,7 +116,7 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
             first, value = getattr(configs[0], field), getattr(config, field)
             if value != first:
                 raise InputError(
-                    f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; must agree"
+                    f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; they must agree"
                 )
     return configs[0]
 

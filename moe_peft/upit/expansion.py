@@ -78,7 +78,7 @@ def dare_tensor(
     if not merged.isfinite().all():
         raise InputError(
             f"drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a parent's "
-            "are not; use a lower drop_rate, or mend the parent"
+            "are not; use a lower drop_rate, or repair the parent"
         )
     return merged
 

@@ -49,7 +49,7 @@ class ExpertKind(ABC):
     @staticmethod
     @abstractmethod
     def copy(source: Path, target: Path) -> None:
-        """An expert in another folder, without what else is in its own."""
+        """Copy an expert to another folder, without anything else in its own."""
 
     @staticmethod
     @abstractmethod
@@ -123,7 +123,7 @@ class ExpertKind(ABC):
     @staticmethod
     @abstractmethod
     def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
-        """Write a trained expert without its routing vectors, in the form of the one that it was."""
+        """Write a trained expert without its routing vectors, in its original form."""
 
     @staticmethod
     @abstractmethod
@@ -137,7 +137,7 @@ class ExpertKind(ABC):
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The settings, by name, that decide what is assembled, beside those of all kinds."""
+        """The settings, by name, that decide what is assembled, besides those of all kinds."""
         return {}
 
     @abstractmethod
@@ -154,7 +154,7 @@ class ExpertKind(ABC):
         Args:
             routers: the file of the routers' weights; None: new ones.
             data: the training data, and `args` how they are prepared, for gates that come from data.
-            state: a folder to keep what a resumed run is to find again.
+            state: a folder for what a resumed run needs again.
         """
 
     @abstractmethod
@@ -162,7 +162,7 @@ class ExpertKind(ABC):
         """The MoE, with new values."""
 
     def finish(self, folder: Path, model: Any) -> None:  # noqa: B027
-        """What is to be done with the trained MoE's folder, in the main process."""
+        """Complete the trained MoE's folder, in the main process."""
 
     @abstractmethod
     def load_result(self, folder: Path, seed: int) -> tuple[TrainedModel, PreTrainedModel | None]:

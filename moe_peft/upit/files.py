@@ -36,7 +36,7 @@ def written_experts(root: Path) -> list[Path]:
 
 
 def copy_adapter(source: Path, target: Path) -> None:
-    """An adapter's config and weights, without what else is in its folder."""
+    """Copy an adapter's config and weights, without anything else in its folder."""
     target.mkdir(parents=True, exist_ok=True)
     for name in ADAPTER_FILES:
         shutil.copy(source / name, target / name)
@@ -70,7 +70,9 @@ def write_routers(path: Path, routers: Sequence[torch.Tensor]) -> None:
 
 
 def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
-    """A checkpoint as a model folder without the tensors whose names begin so, with the config of another folder."""
+    """
+    A checkpoint as a model folder without the tensors whose names begin like this, with the config of another folder.
+    """
     checkpoint = Checkpoint(source)
     shutil.rmtree(target, ignore_errors=True)
     link_model(like, target, weights=False)

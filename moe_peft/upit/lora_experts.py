@@ -79,7 +79,7 @@ class LoraExperts(ExpertKind):
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
         """
         One LoRA whose updates are exactly the mean of the experts': their A's and B's side by side, of the sum of their
-        ranks. Means of the A's and of the B's would be another update.
+        ranks. Means of the A's and of the B's would give another update.
         """
         states = [_scaled(expert) for expert in experts]
         weights, ranks = {}, {}
@@ -108,7 +108,7 @@ class LoraExperts(ExpertKind):
         config.save_pretrained(folder)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
-        """Of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
+        """Inner products of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
         if experts := written_experts(folder):
             updates = [_scaled(expert) for expert in experts]
             # Given LoRAs may differ in rank and modules.
@@ -154,7 +154,7 @@ class LoraExperts(ExpertKind):
 
     @staticmethod
     def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
-        """Those that the LoRAs adapt."""
+        """The modules that the LoRAs adapt."""
         adapted = set(determined_fields(model, sorted(set(folders)))["target_modules"])
         return [name for name, _ in model.named_modules() if name in adapted]
 
@@ -257,7 +257,7 @@ class LoraExperts(ExpertKind):
 
 
 def _saved_name(index: int) -> str:
-    """Of a routing vector in an adapter's file."""
+    """The name of a routing vector in an adapter's file."""
     return f"base_model.model.{VECTORS}.vectors.{index}"
 
 

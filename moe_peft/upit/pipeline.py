@@ -114,7 +114,7 @@ class UpIT:
 
     @property
     def records(self) -> dict[str, dict[str, Any]]:
-        """Of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files."""
+        """The records of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files."""
         return self.context.records
 
     @property
@@ -211,7 +211,7 @@ class UpIT:
         return outlook(self.stages)
 
     def _publish(self) -> None:
-        """Write the result and the manifest. A result that is there already stays, and so does its edited card."""
+        """Write the result and the manifest. An existing result stays, and so does its edited card."""
         packages = {"torch": torch, "transformers": transformers, "peft": peft, "trl": trl}
         manifest = {
             "recipe": self.recipe.model_dump(),
@@ -240,7 +240,8 @@ def _weights(folder: Path) -> dict[str, str]:
 def _tracked(root: Path, stage: str) -> Iterator[None]:
     """
     Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
-    Weights & Biases makes one run, which belongs to the group of the complete run. The user's own variables go first.
+    Weights & Biases makes one run, which belongs to the group of the complete run. The user's own variables take
+    precedence.
     """
     defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
     with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):

@@ -32,8 +32,8 @@ from .stages import PostTrain, TrainingStage
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
-    `moe` is the size of the MoE, of the stage that trains all of it; `measured` is what a step took, if some were run;
+    One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context; `moe`
+    is the size of the MoE, for the stage that trains all of it; `measured` is what a step took, if some were run;
     `advice` is what else there is to say.
     """
 

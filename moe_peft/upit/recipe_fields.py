@@ -44,7 +44,7 @@ class ModelSection(Settings):
     name_or_path: Text = Field(description="a folder, or a name on the hub")
     revision: Text | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="or float32, bfloat16, float16; auto is the config's, in mode ffn float32"
+        "auto", description="or float32, bfloat16, float16; auto is the config's; float32 in mode ffn"
     )
     attn_implementation: Text | None = None
     quantization: dict[str, Any] | None = Field(
@@ -69,9 +69,9 @@ class DataSection(Settings):
         None, description="the examples' domains: for results by domain, label buckets and order: blocks"
     )
     calibration_examples: Count = Field(
-        256, description="of the training data, drawn at random, for moe.router_init: attention"
+        256, description="rows of the training data, drawn at random, for moe.router_init: attention"
     )
-    calibration_length: Count = Field(1024, description="tokens of each that count")
+    calibration_length: Count = Field(1024, description="tokens used of each")
 
 
 class PrepareSection(Settings):
@@ -90,7 +90,7 @@ class PrepareSection(Settings):
         "checkpoints", description="or copies: every expert is the last checkpoint"
     )
     order: Literal["shuffled", "blocks"] = Field(
-        "shuffled", description="or blocks: the domains of label_column one after the other"
+        "shuffled", description="or blocks: the domains of label_column one after another"
     )
     seed: Seed | None = None
     sft: dict[str, Any] = Field(default_factory=dict)
@@ -111,7 +111,7 @@ class PrepareSection(Settings):
 
 
 class ExpandSection(Settings):
-    """stage 2: more experts out of those there are"""
+    """stage 2: more experts made from the existing ones"""
 
     method: Expansion = Field("genetic", description="or random, none")
     similarity: Similarity | None = Field(
@@ -134,7 +134,7 @@ class RouterInitSection(Settings):
     )
     alpha: Share = Field(0.5, description="weight of the language-modelling loss; the routing loss has 1 - alpha")
     router_learning_rate: Annotated[Number, Field(gt=0)] | None = Field(
-        0.01, description="of the routing vectors, constant; null: theirs is the experts' of sft"
+        0.01, description="of the routing vectors, constant; null: the experts' rate and schedule, in sft"
     )
     train_experts: Flag = Field(True, description="false trains the routing vectors alone")
     seed_fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
@@ -165,7 +165,7 @@ class RouterInitSection(Settings):
             takes_capacity = self.capacity is None or self.rule.needs_perplexities
             require("router_init.capacity", self.capacity, takes_capacity, "null: it is for buckets by perplexity")
             takes_map = self.expert_map is None or self.rule.needs_labels
-            require("router_init.buckets", self.buckets, takes_map, "'label' beside router_init.expert_map")
+            require("router_init.buckets", self.buckets, takes_map, "'label' with router_init.expert_map")
         return self
 
 
@@ -221,7 +221,7 @@ class RecipeFields(Settings):
     output_dir: Text
     plugins: list[Text] = Field(
         default_factory=list,
-        description="modules of yours that are imported first, e.g. to register a router or a bucket rule",
+        description="your modules that are imported first, e.g. to register a router or a bucket rule",
     )
     mode: Literal["lora", "ffn"] = Field(
         "lora",
@@ -237,8 +237,8 @@ class RecipeFields(Settings):
     seed: Seed = 0
     adapter: dict[str, Any] = Field(
         default_factory=dict,
-        description="mode lora: fields of MoELoraConfig that are alike for all FFNs; stage 1's LoRA takes rank, alpha, "
-        "dropout and projections from here",
+        description="mode lora: fields of MoELoraConfig that are the same for all FFNs; stage 1's LoRA takes rank, "
+        "alpha, dropout and projections from here",
     )
     moe: dict[str, Any] = Field(
         default_factory=dict, description="mode ffn: fields of UpcycleConfig; router_aux_loss_coef is 0.01 here"

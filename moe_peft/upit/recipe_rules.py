@@ -89,7 +89,7 @@ FROM_EXPERTS = frozenset(EXPERT_FIELDS)
 def _check_fields(
     path: str, settings: Mapping[str, Any], kind: type, decided: Mapping[str, str], documented: str | None = None
 ) -> None:
-    """Keys that are fields of another configuration, but for those that the recipe decides."""
+    """Keys that are fields of another configuration, except those that the recipe decides."""
     for key in settings:
         if key in decided:
             raise InputError(f"{path}.{key}: {decided[key]}")
@@ -187,7 +187,7 @@ class Recipe(RecipeFields):
         self._check_trains(router, field)
 
     def _check_trains(self, router: type[Router], field: str) -> None:
-        """That stage 4 trains something of a kind of routers, and no loss on what is constant."""
+        """Check that stage 4 trains something in routers of this kind, and has no loss on what is constant."""
         if not router.has_parameters and self.facts.assembles and not self.trains_experts:
             raise InputError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
         if router.by_token_id and self.facts.assembles:
@@ -210,7 +210,7 @@ class Recipe(RecipeFields):
         self._forbid(
             "model.attn_implementation",
             half,
-            f"another with model.dtype={self.dtype!r}, as it computes in half precision alone",
+            f"another with model.dtype={self.dtype!r}, as it computes only in half precision",
         )
         one_checkpoint = self.moe.get("init") == "checkpoints" and not self.facts.specialises
         self._forbid("moe.init", one_checkpoint, "another: this method has one checkpoint")
@@ -293,7 +293,7 @@ class Recipe(RecipeFields):
 
     @property
     def dtype(self) -> str:
-        """Of the base's weights. A step of 2e-5 is too small to change most weights in bfloat16."""
+        """The dtype of the base's weights. A step of 2e-5 is too small to change most weights in bfloat16."""
         return "float32" if self.mode == "ffn" and self.model.dtype == "auto" else self.model.dtype
 
     @property

@@ -66,8 +66,8 @@ def is_vector(name: str) -> bool:
 
 def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
     """
-    Have a forward pass of a model with routing vectors put its scores `x·r` [B, S], one for each routed module, into
-    the list that is returned, and which is to be cleared before the pass.
+    Make each forward pass of a model with routing vectors put its scores `x·r` [B, S], one for each routed module, into
+    the list that is returned. Clear the list before a pass.
 
     Under gradient checkpointing, layers run again in the backward pass. A reentrant checkpoint runs them without a
     graph first: then the scores are leaves, whose gradients are added in the second run.
@@ -81,7 +81,7 @@ def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
                 scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
             elif scores[index].is_leaf and (gradient := scores[index].grad) is not None:
                 score.register_hook(gradient.add)
-            # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
+            # The same input, but tied to the score: DistributedDataParallel would consider the vectors unused if no
             # output depended on them.
             return (args[0] + 0 * score.unsqueeze(-1).to(args[0].dtype), *args[1:])
 

@@ -79,7 +79,7 @@ class Stage(ABC):
         Do the work.
 
         Args:
-            folder: to write to; what is to be kept when a run is stopped goes to `self.state`.
+            folder: to write to; what must survive when a run is stopped goes to `self.state`.
 
         Returns:
             metrics, for the record.
@@ -97,7 +97,7 @@ class Stage(ABC):
         """Before any stage runs, maybe by reading weights: raise a `ValueError` if the recipe does not fit the base."""
 
     def similarity(self, folder: Path) -> dict[str, Any]:
-        """How similar the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
+        """How similar the experts that it wrote to `folder` are, for the record; nothing if it wrote none."""
         return self.kind.similarity(folder)
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -125,7 +125,7 @@ class Stage(ABC):
 
     @property
     def num_experts(self) -> int:
-        """The experts that there are when it is done."""
+        """How many experts there are when it is done."""
         return self.recipe.num_experts
 
     def settings(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Stage(ABC):
         return {**{f"{self.name}.{key}": value for key, value in section.items()}, f"{self.name}.seed": self.seed}
 
     def hashes(self) -> dict[str, Any]:
-        """Those of the inputs that decide its result."""
+        """The hashes of the inputs that decide its result."""
         return {key: self.context.hashes[key] for key in self.inputs}
 
     def fingerprint(self) -> Fingerprint:
@@ -234,7 +234,7 @@ def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> 
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Of a stage that is done."""
+    """The record of a stage that is done."""
     return {**read_json(folder / MARKER), "metrics": read_json(folder / _RECORD)}
 
 

@@ -137,7 +137,7 @@ class TrainingStage(TrainerStage):
         """
 
     def advice(self, rows: int, processes: int) -> str:
-        """What a plan says about the stage beside its numbers."""
+        """What a plan says about the stage besides its numbers."""
         return ""
 
     def planned_trainer(self, model: Any, args: Any, data: Dataset) -> Trainer:
@@ -154,8 +154,8 @@ class TrainingStage(TrainerStage):
         drop_last = bool(self.sft.get("dataloader_drop_last"))
         if drop_last and rows < batch * processes:
             raise InputError(
-                f"{self.name}.sft.dataloader_drop_last=True: {rows} rows fill no batch of {batch * processes}; lower "
-                "per_device_train_batch_size, or leave it out"
+                f"{self.name}.sft.dataloader_drop_last=True: {rows} rows do not fill a batch of {batch * processes}; "
+                "lower per_device_train_batch_size, or leave it out"
             )
         return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
@@ -281,7 +281,7 @@ class Expand(Stage):
 
 
 class Mean(Stage):
-    """The mean of stage 1's experts, as one LoRA or one dense model: a result, and a baseline of all that follows."""
+    """The mean of stage 1's experts, as one LoRA or one dense model: a result, and a baseline for all that follows."""
 
     name = "mean"
     inputs = ("model", "experts")

@@ -1,9 +1,9 @@
 """
 Every private name of peft, trl, transformers and torch that this package overrides, calls or reads, in one place.
 
-`PRIVATE` lists them. There are no upper bounds on versions: `require` looks names up where the part that overrides them
-is imported, `private` those that are called, and a test all of them. A name that a new version has moved is an error
-that says which, and not a hook that nobody calls any more.
+`PRIVATE` lists them. There are no upper bounds on versions: `require` looks up overridden names when the part that
+overrides them is imported, `private` those that are called, and a test all of them. A name that a new version has moved
+raises an error that says which, instead of leaving a hook that nobody calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 # newer versions (`make test-latest`).
 TESTED = {"torch": "2.14.1", "transformers": "5.24.0", "peft": "0.21.2", "trl": "1.16.0"}
 
-# Set in `__init__`, so that the class does not tell whether they are still there; the test reads its source.
+# Set in `__init__`, so the class does not show whether they still exist; the test reads its source.
 OF_INSTANCES = {
     "_active_adapter", "_disable_adapters", "_signature_columns", "_train_batch_size",
     "_created_lr_scheduler", "aux_loss_enabled",

@@ -50,7 +50,8 @@ def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterato
 def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
     """
     Inside this block, a model with sharded parameters can run without DeepSpeed's engine: the weights of each decoder
-    layer are gathered while it runs, all others while the model does. All processes must run it equally often.
+    layer are gathered while it runs, all others while the model does. All processes must run it the same number of
+    times.
     """
     if not any(map(is_sharded, model.parameters())):
         with _marked_full(model):
@@ -111,7 +112,7 @@ Result = TypeVar("Result")
 
 def on_main_process(act: Callable[[], Result]) -> Result:
     """
-    Do something in the main process alone, when all have come here; the others wait for it.
+    Do something only in the main process, once all have come here; the others wait for it.
 
     Args:
         act: what to do; what it returns can be pickled.

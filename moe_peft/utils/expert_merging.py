@@ -32,7 +32,7 @@ def value_gram(values_NM: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
 
 
 def similarities(gram_NN: torch.Tensor) -> torch.Tensor:
-    """Cosines from inner products, [n, n]. An expert that is zero is similar to itself alone."""
+    """Cosines from inner products, [n, n]. An expert that is zero is similar only to itself."""
     norms_N = gram_NN.diagonal().sqrt()
     cosines_NN = gram_NN / torch.outer(norms_N, norms_N)
     return cosines_NN.nan_to_num(0.0, 0.0, 0.0).fill_diagonal_(1.0)

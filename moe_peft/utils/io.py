@@ -1,5 +1,5 @@
 """
-Files: text, JSON and safetensors that come from outside, and what is written. `loading` has adapters and models.
+Reads text, JSON and safetensors that come from outside, and writes files. `loading` reads adapters and models.
 
 Whatever is wrong with a file, found here or inside a library that reads it, becomes a `ValueError` of one line that
 names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
@@ -85,7 +85,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 def weight_files(folder: Path, source: object) -> dict[str, str]:
     """The tensors of a model folder: name → file."""
-    if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
+    if (folder / SINGLE).is_file():  # like transformers, which looks for an index after it
         with open_safetensors(folder / SINGLE, source) as file:
             return dict.fromkeys(file.keys(), SINGLE)
     if (folder / INDEX).is_file():
@@ -136,16 +136,16 @@ def no_weights(folder: Path, wanted: str) -> str:
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """
-    Write a file or a folder that is there completely or not at all.
+    Write a file or a folder completely or not at all.
 
-    Yields a hidden path beside `path`, to write to. It gets the name when the block ends, and is removed if that
-    raises; what was there under the name stays until then.
+    Yields a hidden path beside `path`, to write to. It is renamed to `path` when the block ends, and removed if the
+    block raises; until then, what `path` held stays.
     """
     path = Path(path)
     partial, former = (path.with_name(f".{path.name}.{word}") for word in ("partial", "former"))
     remove(partial)
     if former.exists() and not path.exists():
-        former.rename(path)  # of a process that was killed between the two names
+        former.rename(path)  # left by a process that was killed between the two renames
     try:
         yield partial
         if partial.is_dir() and path.exists():
@@ -166,7 +166,7 @@ def remove(path: Path) -> None:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write a JSON file that is there completely or not at all; what JSON does not know becomes a string."""
+    """Write a JSON file completely or not at all; values that JSON lacks become strings."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
 
@@ -178,7 +178,7 @@ def hash_file(path: str | os.PathLike) -> str:
 
 
 def link_weights(source: str, target: str) -> None:
-    """A copy of a file; weights, which may be large and are not edited, are linked where the file system can do it."""
+    """Copy a file; weights, which may be large and are not edited, are linked where the file system can."""
     Path(target).unlink(missing_ok=True)  # never write into a file that may be linked from elsewhere
     if source.endswith(".safetensors"):
         try:
@@ -190,7 +190,7 @@ def link_weights(source: str, target: str) -> None:
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """A copy of a folder, see `link_weights`."""
+    """Copy a folder; see `link_weights`."""
     shutil.copytree(source, target, copy_function=link_weights)
 
 

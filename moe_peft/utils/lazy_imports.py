@@ -1,4 +1,4 @@
-"""What is imported later: a package's names on first use, and what is to be done as soon as a module is imported."""
+"""Delays imports: a package's names until first use, and actions until a module is imported."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
 def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
     """
     Raises:
-        ValueError: a config sets what this version does not know; PEFT would leave it out with a warning. Of a LoRA,
-            numbers and texts say nothing alone: what is new in PEFT is turned on by true, a list or a mapping.
+        ValueError: a config sets what this version does not know; PEFT would drop it with a warning. In a LoRA's
+            config, unknown numbers and texts pass: new features of PEFT are turned on by true, a list or a mapping.
     """
     supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])}
     program = "moe-peft-hf" if kind == "MOE_LORA" else f"PEFT ({peft.__version__})"
@@ -111,7 +111,7 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
 def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
     """
     Raises:
-        ValueError: a pattern in an adapter's config is not a regex, or one that may take for ever.
+        ValueError: a pattern in an adapter's config is not a regex, or may take forever to match.
     """
     for name in ("target_modules", "exclude_modules", "layers_pattern", *_PATTERNS):
         value = saved.get(name) or ()
@@ -124,7 +124,7 @@ def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
             except (re.error, RecursionError) as error:
                 raise InputError(f"{field}: {error}") from error
             if _may_take_for_ever(pattern):
-                raise InputError(f"{field}: repeats what repeats, so a match may take for ever; write it without that")
+                raise InputError(f"{field}: repeats a repetition, so a match may take forever; write it without that")
 
 
 def _may_take_for_ever(pattern: str) -> bool:
@@ -168,13 +168,13 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
     """A model's config, of a folder or a name on the hub."""
     folder = Path(name)
     if folder.is_file():
-        raise InputError(f"{source}: a file; name a model's folder")
+        raise InputError(f"{source}: is a file; name a model's folder")
     if folder.is_dir():
         if not (folder / CONFIG).exists():
             raise InputError(f"{source}: has no {CONFIG}; name a model's folder")
         if not isinstance(read_json(folder / CONFIG).get("model_type"), str):
             raise InputError(f"{source}: {CONFIG} has no model_type; save the model with save_pretrained")
-    with reading(source if folder.is_dir() else f"{source}: neither a model folder nor a model of a reachable hub"):
+    with reading(source if folder.is_dir() else f"{source}: neither a model folder nor a model on a reachable hub"):
         values = PreTrainedConfig.get_config_dict(os.fspath(name), revision=revision or "main")[0]
     _check_counts(values, source)
     with reading(source):
@@ -196,7 +196,7 @@ def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -
 
 @contextmanager
 def without_zero3() -> Iterator[None]:
-    """Inside this block, ZeRO-3 shards no model that is made."""
+    """Inside this block, ZeRO-3 does not shard new models."""
     reference = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed._hf_deepspeed_config_weak_ref = None
     try:
@@ -242,7 +242,7 @@ def chat_template(path: str | None, field: str) -> str | None:
     return template
 
 
-_ROWS = 64  # of which TRL gives embeddings a multiple
+_ROWS = 64  # TRL makes the number of embeddings a multiple of this
 
 
 def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: PreTrainedConfig) -> str | None:
@@ -299,7 +299,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 def _check_experts(config: PreTrainedConfig, source: object) -> None:
     """
     Raises:
-        ValueError: a native MoE's config has no experts, or more for a token than there are.
+        ValueError: a native MoE's config has no experts, or gives a token more than there are.
     """
     config = config.get_text_config()
     k = getattr(config, "num_experts_per_tok", None)
@@ -310,7 +310,7 @@ def _check_experts(config: PreTrainedConfig, source: object) -> None:
 
 def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesConfig:
     """
-    The config, which itself ignores unknown fields, and does nothing without a number of bits.
+    The config, checked: by itself it ignores unknown fields, and does nothing without a number of bits.
 
     Args:
         path: of the field that has them.
@@ -347,7 +347,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object
         of_weight = last == "bias" or last.startswith("weight_")  # the second: scales of quantized weights
         if owner in names or (owner in weighted and of_weight):
             raise InputError(
-                f"{source}: its files have {key}, of which its config says nothing; use the config it was saved with"
+                f"{source}: its files have {key}, which its config does not mention; use the config it was saved with"
             )
         if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in names:  # not those of parts that this class leaves out
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)

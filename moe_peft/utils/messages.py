@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 
 def install(extra: str) -> str:
-    """How the package is installed with an extra. Its name on PyPI is not taken yet, so that is from a clone."""
+    """How to install the package with an extra: from a clone, as its name on PyPI is not taken yet."""
     return f"pip install '.[{extra}]' in a clone of moe_peft"
 
 
 class InputError(ValueError):
-    """What a user has given (a setting, a file, data, a folder) cannot be right; commands print its line alone."""
+    """Something that a user gave (a setting, a file, data, a folder) is wrong; commands print only its line."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def one_line(error: object, limit: int = 500) -> str:
 
 
 def arguments_error(error: object, flag: str) -> str:
-    """What transformers says of training arguments, on one line; `flag` sets `bf16` to false."""
+    """What transformers says about training arguments, on one line; `flag` sets `bf16` to false."""
     if "assign use_cpu" in str(error):
         return (
             f"bf16=True (TRL's default): no GPU here computes in bfloat16; add {flag} to train in float32 on the CPU, "

@@ -2,7 +2,7 @@
 Writes the README.md of a folder with an adapter or a model, from the template `model_card.md` beside this file.
 
 A card leads with what the folder holds, its base and how to load it. Its first line is a comment that says who writes
-it, and holds the facts that the next card keeps. Of a card without that line, the text is its user's.
+it, and holds the facts that the next card keeps. Without that line, a card's text is its user's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("moe_peft")
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _FIGURES = ("routing.png", "load.png", "routing/load.png")
-# Of each task type of PEFT: its class, and the hub's name of the task.
+# For each task type of PEFT: its class, and the hub's name for the task.
 _TASKS = {
     "CAUSAL_LM": ("AutoPeftModelForCausalLM", "text-generation"),
     "SEQ_2_SEQ_LM": ("AutoPeftModelForSeq2SeqLM", "text-generation"),
@@ -40,7 +40,7 @@ _TASKS = {
 }
 _HEAD = re.compile(r"\.(?:score|classifier)\.(?:.+\.)?weight$")
 _MARK = re.compile(r"\s*<!-- moe_peft writes this card; delete this line to keep your edits: (\{.*\}) -->")
-# What PEFT alone has written begins so: the template that it fills in nowhere, and what it adds to an empty card.
+# A card that only PEFT has written begins like this: its template, not filled in, or what it adds to an empty card.
 _OF_PEFT = ("# Model Card for Model ID", "### Framework versions")
 
 
@@ -64,7 +64,7 @@ def write_model_card(
     cannot be read, this folder's or the base's, is logged and left alone.
 
     `owner/name` is a name on the hub unless there is such a path here. Anything else may be a local path, of which a
-    card has the last part alone.
+    card shows only the last part.
 
     Args:
         base: the model or models that it was made from, names or folders; None: what the adapter's config says. Their
@@ -75,7 +75,7 @@ def write_model_card(
         tags: further tags.
         title: the heading; None: the kind of model and its base.
         repo: its name on the hub, for the code that loads it.
-        overwrite: replace a text that somebody has written, too.
+        overwrite: also replace a text that somebody has written.
 
     Returns:
         the path of the card.
@@ -177,11 +177,11 @@ def plain(text: str) -> str:
 
 
 def load_card(path: Path) -> ModelCard | None:
-    """None if there is no card, or none that can be read: no card is worth a model that is not saved."""
+    """None if there is no readable card: a card must never keep a model from being saved."""
     try:
         return ModelCard.load(path) if path.is_file() else None
     except Exception as error:
-        logger.warning("%s: ignored, it is not a model card that can be read: %s", path, one_line(error))
+        logger.warning("%s: ignored, as it is not a readable model card: %s", path, one_line(error))
         return None
 
 
@@ -235,7 +235,7 @@ def _link(name: str, kind: str = "") -> str:
 
 
 def _pass_licence_on(data: ModelCardData, bases: list[str], folder: Path) -> None:
-    """Set the licence that the bases' cards name, if all name the same. Its file counts only where it is, too."""
+    """Set the licence that the bases' cards name, if all name the same. Its file counts only if it is here, too."""
     licences, fields = [], ("license", "license_name", "license_link")
     for base in bases:
         cached = try_to_load_from_cache(base, "README.md") if _is_repo(base) else None

@@ -1,4 +1,4 @@
-"""The user's modules that extend this package, by adding a router to `ROUTERS`, say."""
+"""The user's modules that extend this package, e.g. by adding a router to `ROUTERS`."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def load_plugins(names: Sequence[str] | str) -> None:
         except (Exception, SystemExit) as error:
             raise InputError(
                 f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}; name a module that "
-                "is installed, or a file of the current folder without its .py"
+                "is installed, or a file in the current folder without its .py"
             ) from error

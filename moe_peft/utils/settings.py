@@ -1,4 +1,4 @@
-"""Numbers that a setting may have, and how messages say it."""
+"""The numbers that a setting may have, and how messages describe them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def setting(default: Any, help: str, allowed: Range | Collection[Any] | None = N
     Args:
         default: its default, or a function that makes it (`dict`).
         help: one sentence, for `--help`.
-        allowed: the numbers that it may have (each value's, of a dictionary), or a table of choices; None is allowed
+        allowed: the numbers that it (or each value of a dictionary) may have, or a table of choices; None is allowed
             where it is the default.
     """
     metadata = {"help": help, "allowed": allowed}

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64: on its device, or on the CPU where that has none, as Apple's GPUs."""
+    """A tensor in float64: on its device, or on the CPU if the device has none, like Apple's GPUs."""
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
@@ -34,7 +34,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
     """Disable autocast on the tensor's device inside the block, so that products keep the dtypes of their inputs."""
     device = tensor.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)  # of the meta device, torch raises
+    on = device != "meta" and torch.is_autocast_enabled(device)  # torch raises for the meta device
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 

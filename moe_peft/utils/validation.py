@@ -29,13 +29,13 @@ from .settings import Range
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
 
-_MOST_VALUES = 100_000  # a file of a kilobyte can stand for more than any memory holds, by aliases of aliases
+_MOST_VALUES = 100_000  # through aliases of aliases, a file of a kilobyte can stand for more than any memory holds
 
 
 class _YamlLoader(yaml.SafeLoader):
     """
-    Raises an error for keys that occur twice, of which YAML would silently take the last one, and for aliases that
-    stand for very much. Reads numbers as YAML 1.2 does: `1e-4` is one, `010` is ten and `1:30` a text.
+    Raises an error for keys that occur twice, where YAML would silently take the last one, and for aliases that expand
+    to very much. Reads numbers as YAML 1.2 does: `1e-4` is one, `010` is ten and `1:30` a text.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
@@ -136,7 +136,7 @@ class Settings(BaseModel):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
-# What a field takes beside its type, which is one that a command line can give: `read_expert_map` checks the one, and
+# What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and
 # a word on a command line is true or false in a file.
 _ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
 
@@ -154,12 +154,12 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
     Check values that came as text.
 
     Args:
-        kind: a model of pydantic's; or a dataclass, of whose fields `values` has some.
+        kind: a pydantic model; or a dataclass, some of whose fields are in `values`.
         path: the section that has the values, dotted; it begins the message.
         documented: where the fields are documented, if they are too many to list.
 
     Returns:
-        the model; or of a dataclass, which is not made here, the values as a dictionary.
+        the model; or for a dataclass, which is not made here, the values as a dictionary.
     """
     if issubclass(kind, BaseModel):
         try:
@@ -197,7 +197,7 @@ _WORDS = {
 
 def _explain(kind: Any, error: Any, path: str) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
-    if error["type"] == "value_error":  # of a check of ours, which names the field itself
+    if error["type"] == "value_error":  # from a check of ours, which names the field itself
         return error["msg"].removeprefix("Value error, ")
     names, fields, of_keys = [path] if path else [], kind.model_fields, False
     for part in error["loc"]:  # names of fields, keys; the rest says which alternative of a type was tried
@@ -249,7 +249,7 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
 
 # --- ranges of training arguments ------------------------------------------------------------------------------------
 
-# Training argument → its numbers; others are at least 0.
+# Training argument → its allowed numbers; others must be at least 0.
 _NUMBERS = {
     **dict.fromkeys(
         (

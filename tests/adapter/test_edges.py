@@ -321,7 +321,7 @@ def test_recording_a_batch_of_padding_counts_nothing():
         (
             lambda: dare_merge(*([{"w": torch.full((999,), 2e3).half()}] * 2), 0.5, 0.99, torch.Generator()),
             "drop_rate=0.99: values divided by 0.01 are not finite in torch.float16, or a parent's are not; use a "
-            "lower drop_rate, or mend the parent",
+            "lower drop_rate, or repair the parent",
         ),
     ],
     ids=["no-token", "no-perplexity", "nan-expert", "overflow"],

@@ -239,7 +239,7 @@ def test_experts_share_the_rows_that_one_has_and_the_mean_of_those_that_differ(c
 
 def test_a_tied_head_with_rows_of_its_own_is_no_expert():
     source = lora(tied=True, tokens={"embed_tokens": [3], "lm_head": [4]})
-    with pytest.raises(ValueError, match="lm_head has rows of its own, and the base ties it to"):
+    with pytest.raises(ValueError, match="lm_head has rows of its own, but the base ties it to"):
         lora_to_moe(base(tied=True), [source, lora(1, tied=True)])
 
 

@@ -133,7 +133,7 @@ def test_a_model_without_routers_answers(talk, model):
     assert "experts" not in printed.partition("> ")[0]
     assert after(printed, "hello").splitlines()[-1] == "cut after 8 tokens"
     assert after(printed, "/why") == "the last answer has no routes: no router ran"
-    assert after(printed, "/expert 0") == "the model has no router: every token takes the same way"
+    assert after(printed, "/expert 0") == "the model has no router: every token takes the same path"
 
 
 def test_routers_of_one_layer_are_shown_together(talk):

@@ -212,7 +212,7 @@ def test_what_else_is_no_dataset(tmp_path):
             [{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}],
             "must all be strings, or",
         ),
-        ([{**TEXT, "labels": "positive"}], "column 'labels': trainers take it for values of tokens; rename it"),
+        ([{**TEXT, "labels": "positive"}], "column 'labels': trainers would read it as values of tokens; rename it"),
         ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
         ([{"input_ids": [3, 4], "labels": [3]}], "row 0: labels=[3]: must have a value for each token"),
         ([{"input_ids": [3, 4], "completion_mask": [1, 0, 1]}], "row 0: completion_mask=[1, 0, 1]"),

@@ -166,7 +166,7 @@ def test_a_link_out_of_a_folder_is_not_followed_into_what_may_be_published(
     target = tmp_path / "private" / ("" if name.endswith("templates") else "key.jinja")
     wrong = damaged(world, folder, lambda copy: (copy / name).symlink_to(target), tmp_path)
     line = refused(COMMANDS[command](world, wrong, tmp_path / "out"), capsys, tmp_path / "out")
-    assert f"{name}" in line and "key.jinja, out of the folder; copy that file here, or remove it" in line
+    assert f"{name}" in line and "key.jinja, outside the folder; copy that file here, or remove it" in line
 
 
 def test_links_of_the_hubs_cache_and_loops(world, tmp_path):

@@ -203,7 +203,7 @@ def test_experts_that_not_all_layers_have_are_named(caplog):
     model = get_peft_model(tiny_llama(hidden=16, vocab=64), config)
     assert _alone(model, [2]) == [2] and not caplog.records
     assert _alone(model, None) == [0, 1, 2]
-    assert "layers have 3 to 4 experts; the first 3 alone" in caplog.text
+    assert "layers have 3 to 4 experts; only the first 3" in caplog.text
 
 
 def test_tasks_may_be_named_one_by_one():
@@ -222,7 +222,7 @@ def test_tasks_may_be_named_one_by_one():
         (["--model", "{folder}/nowhere"], "--model='{folder}/nowhere'"),
         (["--base", "{folder}/nowhere"], "base='{folder}/nowhere'"),
         (["--include-path", "nowhere"], "include_path='nowhere': no such folder"),
-        (["--model", "{folder}/native", "--base", "{folder}/base", "--no-base"], "give one of them"),
+        (["--model", "{folder}/native", "--base", "{folder}/base", "--no-base"], "give one of the two"),
         (["--batch-size", "1000000"], "must be a whole number from 1 to 999999"),
         (["--seed", "4294967296"], "seed=4294967296: must be at most"),
         (["--batch-size", "0"], "batch_size=0: must be"),

@@ -112,10 +112,10 @@ BAD = {
     "mixing": ({"mixing": "x"}, "mixing='x': must be 'output' or 'projection'"),
     "dtype": ({"dtype": "int8"}, "--dtype='int8': must be one of auto"),
     "replace alone": ({"replace": "1"}, "replace=1: goes with add_to"),
-    "several to add": ({"add-to": "x"}, "one at a time joins add_to"),
+    "several to add": ({"add-to": "x"}, "only one can join add_to at a time"),
     "other base": ({"base": "nowhere"}, "base='nowhere'"),
     "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "dense model; give a LORA adapter"),
-    "models with arrow": ({"adapters": None, "models": ["x", "y"], "gates": "arrow"}, "are those of LoRA adapters"),
+    "models with arrow": ({"adapters": None, "models": ["x", "y"], "gates": "arrow"}, "are for LoRA adapters"),
     "models with a mixing": ({"adapters": None, "models": ["x", "y"], "mixing": "output"}, "are for adapters; leave"),
     "models that are none": (
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models='{case}/a': is a LORA adapter; give"

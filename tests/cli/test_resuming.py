@@ -85,7 +85,7 @@ def test_a_training_resumes_with_as_many_processes(stopped, tmp_path, capsys, mo
     shutil.copytree(out, tmp_path / "out")
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda args: 2))
     line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 6})
-    assert "checkpoint-3': is of another training, with processes 1 and not 2; set that" in line
+    assert "checkpoint-3': belongs to another training, with processes 1 and not 2; set that" in line
 
 
 @pytest.mark.slow

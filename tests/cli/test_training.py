@@ -361,7 +361,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
     ({"stages": []}, "stages=[]: name some of"),
     ({"stages": ["joint", "joint"]}, "stages=['joint', 'joint']: name some of joint, routers, rest, each once"),
-    ({"stages": ["joint"], "training_stage": "rest"}, "training_stage='rest': stages says which; leave it out"),
+    ({"stages": ["joint"], "training_stage": "rest"}, "training_stage='rest': stages already says which; leave it out"),
     ({"stages": {"joint": {"output_dir": "x"}}}, "stages.joint.output_dir: it is the folder of the stage's name"),
     ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
     ({"stages": {"rest": None, "joint": {"eval_strategy": "steps", "eval_steps": 1}}}, 'Unknown split "test"'),
@@ -468,7 +468,7 @@ def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_
 def test_a_checkpoint_is_resumed_with_its_own_settings(case, tmp_path, capsys):
     run("sft", tmp_path, {**case, "max_steps": 3, "save_steps": 3})
     for own, message in (
-        ({"top_k": 1}, "checkpoint-3': is of another training, with top_k 2 and not 1"),
+        ({"top_k": 1}, "checkpoint-3': belongs to another training, with top_k 2 and not 1"),
         ({"lora_alpha": 2}, "with lora_alpha 8 and not 2"),
     ):
         with pytest.raises(SystemExit):
@@ -497,7 +497,7 @@ def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**own, "dataset_name": str(tmp_path / "other.jsonl"), "max_steps": 9},
             "--resume_from_checkpoint", "true")  # fmt: skip
-    assert ": is of another training, with data " in capsys.readouterr().err
+    assert ": belongs to another training, with data " in capsys.readouterr().err
     run("sft", tmp_path, own, "--resume_from_checkpoint", "true", "--max_steps", "6")
     assert (out / "checkpoint-6").is_dir()
 
@@ -511,7 +511,9 @@ def test_a_folder_that_is_not_empty_is_not_written_to(case, tmp_path, capsys):
     assert f"output_dir='{out}': is not empty; set resume_from_checkpoint=true" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", "true")
-    assert "checkpoint-3': is of another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    assert (
+        "checkpoint-3': belongs to another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit):
@@ -580,7 +582,7 @@ def test_a_checkpoint_that_was_cut_off_is_none(case, tmp_path, capsys, caplog):
         for step in cut_off:
             (out / f"checkpoint-{step}" / "complete.json").unlink()  # which is written last
         after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
-        assert told in caplog.text and "checkpoint-6: is not complete; passed over" in caplog.text
+        assert told in caplog.text and "checkpoint-6: is not complete; skipped" in caplog.text
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -801,7 +803,7 @@ def test_what_is_not_on_this_machine_is_said_before_training(case, tmp_path, cap
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr("moe_peft.training.preflight.is_liger_kernel_available", lambda: False)
     own = {**case, "use_liger_kernel": True}
-    assert "use_liger_kernel=True: is not installed; pip" in refused("sft", tmp_path, own, capsys=capsys)
+    assert "use_liger_kernel=True: liger-kernel is not installed; pip" in refused("sft", tmp_path, own, capsys=capsys)
     own = {**case, "activation_offloading": True}
     assert "activation_offloading=True: there is no accelerator" in refused("sft", tmp_path, own, capsys=capsys)
 
@@ -914,7 +916,7 @@ def test_an_adapter_of_other_kinds_of_trainers_and_its_plan(command, further, ca
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 4}, "num_experts=4: is for a new adapter, and adapter names one"),
+        ({"num_experts": 4}, "num_experts=4: is for a new adapter, but adapter names an existing one"),
         ({"router_type": "mlp"}, "router_type='mlp': is for a new adapter"),
         ({"adapter": "nowhere"}, "adapter='nowhere'"),
         ({"adapter": "base"}, "is a dense model; give a MOE_LORA adapter"),

@@ -241,9 +241,9 @@ def test_rows_of_the_new_expert_alone_need_sums(case, tmp_path):
     mix(settings(case, output=str(tmp_path / "without"), keep_sums=False))
     assert not (tmp_path / "without/ridge_sums.safetensors").exists()
     join = {"adapters": [str(case / "d")], "data": [str(tmp_path / "own.jsonl")], "output": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match=r"has rows of 'd' alone, and .* has no ridge_sums\.safetensors"):
+    with pytest.raises(ValueError, match=r"has only rows of 'd', and .* has no ridge_sums\.safetensors"):
         mix(settings(case, add_to=str(tmp_path / "without"), **join))
     with pytest.raises(ValueError, match=r"replace=3: add_to=.* has experts 0 to 2"):
         mix(settings(case, add_to=str(case / "mixed"), replace=3, **join))
-    with pytest.raises(ValueError, match="no sums can have those of the replaced expert taken out of them"):
+    with pytest.raises(ValueError, match="the replaced expert's texts cannot be taken out of any sums"):
         mix(settings(case, add_to=str(case / "mixed"), replace=1, **join))

@@ -409,7 +409,7 @@ def test_a_family_of_the_page_on_extending_is_exported(tmp_path, capsys):
         model = adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"))
         command = ["export", "--adapter", str(tmp_path / "adapter"), "--family", "granitemoeshared", "--output"]
         main([*command, str(tmp_path / "moe")])
-        assert "not for llama.cpp: what it computes of a 'granitemoeshared' is not known" in capsys.readouterr().out
+        assert "not for llama.cpp: what it computes for a 'granitemoeshared' is not known" in capsys.readouterr().out
         torch.testing.assert_close(logits(tmp_path / "moe"), logits(model), rtol=1e-4, atol=1e-4)
         with pytest.raises(SystemExit) as end:
             main([*command, str(tmp_path / "moe.gguf"), "--format", "gguf"])

@@ -89,7 +89,7 @@ def test_an_adapters_base_has_the_revision_that_it_names(world, tmp_path):
 
 
 def test_a_base_is_for_adapters(world):
-    with pytest.raises(ValueError, match=r"base='x': is for an adapter, and model=.*dense' is not one"):
+    with pytest.raises(ValueError, match=r"base='x': is for an adapter, but model=.*dense' is not one"):
         open_folder(world / "dense", "model", base="x")
 
 

@@ -506,7 +506,7 @@ def test_a_config_without_a_dtype_leaves_that_of_the_tensors(folders, tmp_path):
 )
 def test_models_of_other_multipliers_are_not_averaged(field, folders, tmp_path):
     other = saved(dense_model("granite", 1, **{field: 2.5}), tmp_path / "other")
-    with pytest.raises(ValueError, match=f"another architecture .*: {field}=2.5"):
+    with pytest.raises(ValueError, match=f"different architecture .*: {field}=2.5"):
         upcycle([folders["granite"], other], tmp_path / "moe", UpcycleConfig(num_experts=2))
 
 
@@ -539,7 +539,13 @@ def test_folders_that_were_made_for_nothing_go_again(folders, tmp_path, monkeypa
 
 def test_no_model_is_left_out(folders, tmp_path):
     three = [folders["llama"]] * 3
-    refused(tmp_path, "num_experts=2: there are 3 models; ask for as many", three, num_experts=2, init="checkpoints")
+    refused(
+        tmp_path,
+        "num_experts=2: there are 3 models; ask for at least as many",
+        three,
+        num_experts=2,
+        init="checkpoints",
+    )
 
 
 def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
@@ -557,9 +563,11 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     for settings in ({"granularity": 8}, {"granularity": 4, "dtype": "bfloat16"}):
         refused(tmp_path, "neurons in .* are rows of 24 bytes", folders["llama"], **settings)
     refused(tmp_path, "init='checkpoints': give two", folders["llama"], init="checkpoints")
-    refused(tmp_path, "has another architecture", [folders["llama"], folders["qwen3"]])
+    refused(tmp_path, "has a different architecture", [folders["llama"], folders["qwen3"]])
     other = dense_model("mistral", rope_parameters={"rope_type": "default", "rope_theta": 9.0})
-    refused(tmp_path, "another architecture .*: rope_parameters", [folders["mistral"], saved(other, tmp_path / "rope")])
+    refused(
+        tmp_path, "different architecture .*: rope_parameters", [folders["mistral"], saved(other, tmp_path / "rope")]
+    )
 
 
 @pytest.mark.parametrize("options, message", [

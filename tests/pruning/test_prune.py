@@ -342,7 +342,7 @@ def test_layers_of_a_native_moe_lose_as_many():
     same = LayerFacts("same", 5, 2, less.load, dropped=[4])
     assert plan_layers([same, one], Rules(0.01), True) == [[[1], [2]], [[0], [2]]]
     with pytest.raises(
-        ValueError, match="one keeps 4 experts, another layer 5: a native MoE has as many in every layer"
+        ValueError, match="one keeps 4 experts, another layer 5: a native MoE has the same number in every layer"
     ):
         plan_layers([even, one], Rules(), True)
 
@@ -436,7 +436,7 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({}, {}, "data=None: nothing says which experts go"),
+        ({}, {}, "data=None: nothing says which experts to remove"),
         ({}, {"drop": {7: [0]}}, "drop: layer 7: the model has layers 0 to 1"),
         ({}, {"drop": [6]}, r"drop=\[6\]: model.layers.0.mlp has experts 0 to 5"),
         ({}, {"drop": {"x": [0]}}, "drop: layer x: the model has layers 0 to 1"),

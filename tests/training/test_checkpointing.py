@@ -83,7 +83,7 @@ def test_another_base_is_another_training(tokenizer, tmp_path):
     first = post_train(adapted(0), data, args, tokenizer, output_dir=tmp_path / "a")
     again = post_train(adapted(0), data, args, tokenizer, output_dir=tmp_path / "a")
     assert again.history == first.history
-    with pytest.raises(ValueError, match="is of another training, with base "):
+    with pytest.raises(ValueError, match="belongs to another training, with base "):
         post_train(adapted(5), data, args, tokenizer, output_dir=tmp_path / "b")
     assert not (tmp_path / "b").exists()
 

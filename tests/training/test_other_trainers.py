@@ -165,7 +165,7 @@ def stock_reward(folder, tokenizer, cls=RewardTrainer, coefficient=1.0):
     return cls(model=model, args=args, train_dataset=preferences("reward"), processing_class=tokenizer)
 
 
-UNBALANCED = "LlamaForSequenceClassification trains by a loss of its caller's, which lacks the balancing loss"
+UNBALANCED = "LlamaForSequenceClassification trains with its caller's own loss, which lacks the balancing loss"
 
 
 def test_a_trainer_that_leaves_the_balancing_loss_out_is_told(tokenizer, tmp_path):
@@ -193,9 +193,9 @@ def test_who_adds_the_loss_or_asks_for_it_is_told_nothing():
         with torch.no_grad():
             model(input_ids=IDS)
         model.eval()(input_ids=IDS)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM trains by a loss of its caller's"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM trains with its caller's own loss"):
         model.train()(input_ids=IDS)
-    with pytest.warns(UserWarning, match="LlamaModel trains by a loss of its caller's"):
+    with pytest.warns(UserWarning, match="LlamaModel trains with its caller's own loss"):
         model.get_base_model().model(input_ids=IDS)
 
 

@@ -191,7 +191,7 @@ def test_adapters_that_scale_differently_are_refused(own, message, tmp_path):
     for name, settings in (("one", {}), ("two", own)):
         config = LoraConfig(**{"r": 4, "lora_alpha": 8, **settings}, target_modules=["up_proj"], task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / name)
-    with pytest.raises(ValueError, match=f"two: {message}; must agree"):
+    with pytest.raises(ValueError, match=f"two: {message}; they must agree"):
         expand_experts([tmp_path / "one", tmp_path / "two"], output_dir=tmp_path / "more", num_experts=3)
     assert not (tmp_path / "more").exists()
 

@@ -243,7 +243,7 @@ def test_given_checkpoints_of_linked_files(upit, case, tmp_path):
     assert not any(path.is_symlink() for path in pipeline.root.rglob("*"))
     wide = LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "intermediate_size": 96}))
     wide.save_pretrained(tmp_path / "wide")
-    with pytest.raises(ValueError, match=r"has another architecture than .*: intermediate_size=96 and 128"):
+    with pytest.raises(ValueError, match=r"has a different architecture from .*: intermediate_size=96 and 128"):
         run(case, tmp_path / "b", **{"prepare": {"checkpoints": [folders[0], str(tmp_path / "wide")]}})
 
 

@@ -78,7 +78,7 @@ def recipe(**settings):
         ({"prepare": {"adapters": ["a", "b"], "num_checkpoints": 4}}, "prepare.num_checkpoints=4: must be null"),
         (
             {"router_init": {"expert_map": {"a": [0, 1]}}},
-            "router_init.buckets='perplexity': must be 'label' beside router_init.expert_map",
+            "router_init.buckets='perplexity': must be 'label' with router_init.expert_map",
         ),
         ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be at least 1"),
         ({"sft": {"save_steps": 0.1}}, "sft.save_steps=0.1: must be a whole number of at least 1"),

@@ -38,6 +38,6 @@ def test_a_pattern_that_may_take_for_ever_is_refused(pattern, ends, field, tmp_p
     if ends:
         read_adapter_config(tmp_path, "adapter")
         return
-    with pytest.raises(ValueError, match=f"^adapter: adapter_config.json: {field}=.* may take for ever") as error:
+    with pytest.raises(ValueError, match=f"^adapter: adapter_config.json: {field}=.* may take forever") as error:
         read_adapter_config(tmp_path, "adapter")
     assert "\n" not in str(error.value)

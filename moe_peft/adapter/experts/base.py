@@ -98,7 +98,7 @@ class Experts:
 
     @property
     def sum_of_gates_counts(self) -> bool:
-        """Whether a token's gates sum to something else than the constant 1; a single gate is 1 with a gradient."""
+        """Whether a token's gates sum to something other than the constant 1; a single gate is 1 with a gradient."""
         return not self.normalize_top_k or self.top_k == 1
 
     # --- parameters ---
@@ -121,7 +121,7 @@ class Experts:
         raise NotImplementedError
 
     def shared_shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
-        """The same of the experts that serve every token, which are one LoRA of rank m·r."""
+        """The same for the experts that serve every token, which are one LoRA of rank m·r."""
         size = self.num_shared_experts * self.rank
         shapes = self.shapes(projections) if size else {}
         return {name: ((1, size, A[-1]), (1, size, B[-1])) for name, (A, B) in shapes.items()}
@@ -189,6 +189,6 @@ class Experts:
 
         Args:
             groups: the experts of each group; that of a single expert keeps it bit for bit.
-            weights: what each of them counts, float64 [len(group)], with the sum 1.
+            weights: the weight of each of them, float64 [len(group)], which sum to 1.
         """
         raise NotImplementedError

@@ -72,7 +72,10 @@ class BottleneckExperts(Experts):
             return dispatch.expand_collect([F.gelu(low_PB) for low_PB in low], U_NBD, h_TD)
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Of the weights: hidden units are compared one by one, because there is a non-linearity in between."""
+        """
+        Inner products of the weights: hidden units are compared one by one, because there is a non-linearity in
+        between.
+        """
         return value_gram(A.flatten(1)) + value_gram(B.flatten(1))
 
     def mean(

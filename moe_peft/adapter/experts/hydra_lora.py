@@ -30,7 +30,7 @@ class HydraLoraExperts(LoraExperts):
     def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         used = [A_RI for A_RI, B_OR in zip(A, B, strict=True) if B_OR.any()] or list(A[:1])
         if any(not torch.equal(A_RI, used[0]) for A_RI in used):
-            raise InputError("the LoRAs differ in A, and these experts share one; use expert_type='lora'")
+            raise InputError("the LoRAs differ in A, but these experts share one; use expert_type='lora'")
         return used[0].unsqueeze(0), torch.stack([B_OR.T for B_OR in B])
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

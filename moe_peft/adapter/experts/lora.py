@@ -200,7 +200,7 @@ class LoraExperts(Experts):
         return torch.stack(list(A)), torch.stack([B_OR.T for B_OR in B])
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Of the updates `s·B_i A_i`."""
+        """Inner products of the updates `s·B_i A_i`."""
         return self.scaling**2 * update_gram(A, B)
 
     def mean(

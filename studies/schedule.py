@@ -141,7 +141,7 @@ ADDED = (
     ("mean", "lora_nr linear"),
 )
 DRAWN = (  # in the figure
-    ("lora_kr", "lora_kr linear"), ("mixture", "mixture linear"), ("mixture linear", "lora_nr linear"),
+    ("mixture", "mixture linear"), ("mixture linear", "lora_kr linear"), ("mixture linear", "lora_nr linear"),
     ("mean", "last"), ("upit", "mean"), ("upit", "mixture"), ("upit", "mixture linear"), ("mixture", "mixture_frozen"),
 )  # fmt: skip
 FRESH: dict[str, Callable[[], LoraConfig | MoELoraConfig]] = {
@@ -512,8 +512,8 @@ def report(study: Study) -> str:
         cells += [cell for of in found.values() for cell in of[pair].cells()]
         lines.append(f"| {' | '.join(cells)} |")
     panels = {
-        "four tasks that the model can do": [
-            (" − ".join(map(label_of, pair)), found["loss, four tasks"][pair])
+        "loss, four tasks": [
+            (" − ".join(map(label_of, pair)).replace(", trained on", ""), found["loss, four tasks"][pair])
             for pair in DRAWN
             if pair in found["loss, four tasks"]
         ]

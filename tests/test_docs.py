@@ -80,7 +80,7 @@ def test_pages_have_the_numbers_of_the_study():
     """The table's and shares, and of either sign and in points or not, all differences."""
     results = (ROOT / "studies/results/upit.md").read_text(encoding="utf-8")
     page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
-    section = page[page.index("## Does UpIT pay?") : page.index("## Can routers learn domains?")]
+    section = page[page.index("## Does UpIT pay?") : page.index("## Is it the mixture")]
     rows = re.findall(r"^\| .+? \| [\d.]+M \| 3 \| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
     known = {(round(float(loss), 3), round(100 * float(exact), 1)) for loss, exact in rows}
     shown = re.findall(r"\| ([\d.]+) \| ([\d.]+) % (?=\|)", section)
@@ -108,6 +108,32 @@ def test_pages_have_the_numbers_of_the_study():
     for difference in differences("\n".join(texts)):
         in_points = all(round(value, 1) == value for value in difference)
         assert any(pytest.approx(each, abs=0.06 if in_points else 6e-4) == difference for each in results), difference
+
+
+def test_the_section_on_the_schedule_has_the_numbers_of_its_study():
+    results = (ROOT / "studies/results/schedule.md").read_text(encoding="utf-8").replace("−", "-")
+    page = (ROOT / "docs/studies.md").read_text(encoding="utf-8").replace("−", "-")
+    start = page.index("## Is it the mixture, the mean or the schedule?")
+    section = page[start : page.index("\n## ", start + 1)]
+    cells = re.findall(r"\| 3 \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| 1.00 \|", results)
+    known = [(float(four), float(six), 100 * float(right)) for four, six, right in cells]
+    shown = re.findall(r"M \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|", section)
+    assert len(shown) > 6
+    for four, six, right in shown:
+        row = (
+            pytest.approx(float(four), abs=6e-4),
+            pytest.approx(float(six), abs=6e-4),
+            pytest.approx(float(right), abs=0.06),
+        )
+        assert row in known
+    of_results = differences(results.replace(" | ", " "))
+    of_results += [(-mean, -high, -low) for mean, low, high in of_results]
+    told = differences(section.replace("\n  ", ""))
+    assert len(told) > 6
+    for difference in told:
+        assert any(pytest.approx(each, abs=6e-4) == difference for each in of_results), difference
+    predictions = re.search(r"Of (\d+) predictions that can be compared, (\d+) were missed", section)
+    assert [*map(int, predictions.groups())] == [len(re.findall(" to [+-]", results)), results.count(", missed")]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/combine.md"])

@@ -10,7 +10,6 @@ hub: its models are made from configs, as tiny as those of the hub, in a cache o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,11 +18,15 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from moe_peft import MoELoraConfig
+
 RESULTS = Path(__file__).parent / "results" / "peft_suite.md"
 CACHE = Path(__file__).parents[1] / ".cache" / "peft_suite"
+REPORT = CACHE / "report.xml"
 FILES = ("test_decoder_models.py", "test_custom_models.py", "test_config.py")
 # Models of PEFT's tests → their type and what differs from the small sizes of all.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,8 +55,6 @@ MOE = {"num_experts": 4, "top_k": 2, "r": 4}
 
 def cases(arguments: str) -> list[tuple[Any, ...]] | None:
     """What a test for every adapter type runs with, by the names of its arguments; None: it is no such test."""
-    from moe_peft import MoELoraConfig
-
     if arguments == "config_cls,config_kwargs":
         return [(MoELoraConfig, {"task_type": "CAUSAL_LM", "target_modules": None, **MOE})]
     if arguments == "test_name, model_id, config_cls, config_kwargs":
@@ -84,20 +85,9 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    from moe_peft import MoELoraConfig
-
     items[:] = [
         item for item in items if MoELoraConfig in getattr(getattr(item, "callspec", None), "params", {}).values()
     ]
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    if report.when == "call" or report.outcome != "passed":
-        message = str(getattr(report.longrepr, "reprcrash", report.longrepr) or "")
-        if report.outcome == "skipped":
-            message = report.longrepr[2]
-        with (CACHE / "reports.jsonl").open("a") as file:
-            file.write(f"{json.dumps([report.nodeid, report.outcome, message])}\n")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -147,27 +137,31 @@ def reason(test: str, outcome: str, message: str) -> str | None:
 
 def report() -> str:
     """The page of a run."""
-    found = [json.loads(line) for line in (CACHE / "reports.jsonl").read_text().splitlines()]
-    others = [
-        (test, reason(test, outcome, message), message) for test, outcome, message in found if outcome != "passed"
-    ]
+    found = list(ElementTree.parse(REPORT).iter("testcase"))
+    others = []  # file, test, why it did not pass (None: it should have), message
+    for case in found:
+        for outcome in case:  # none if it passed
+            message = outcome.get("message", "")
+            why = reason(case.attrib["name"], outcome.tag, message)
+            others.append((case.attrib["classname"], case.attrib["name"], why, message))
     lines = [
         "# PEFT's own tests",
         "",
         "`python -m compatibility.peft_suite` writes this page: PEFT's tests for every adapter type, with "
         f"`MoELoraConfig` in place of its own. peft {version('peft')}, transformers {version('transformers')}.",
         "",
-        "| file | tests | passed | have a reason not to | failed |",
+        "| file | tests | passed | did not, explained | failed |",
         "|---|---|---|---|---|",
     ]
     for file in FILES:
-        count = sum(file in test for test, _, _ in found)
-        counts = Counter(why is not None for test, why, _ in others if file in test)
+        part = file.removesuffix(".py")
+        count = sum(part in case.attrib["classname"] for case in found)
+        counts = Counter(why is not None for name, _, why, _ in others if part in name)
         lines.append(f"| `{file}` | {count} | {count - counts.total()} | {counts[True]} | {counts[False]} |")
     lines += ["", "| reason | tests |", "|---|---|"]
-    for why, count in Counter(why for _, why, _ in others if why).most_common():
+    for why, count in Counter(why for _, _, why, _ in others if why).most_common():
         lines.append(f"| {why} | {count} |")
-    lines += [f"\n`{test}`: {message.splitlines()[0]}" for test, why, message in others if not why]
+    lines += [f"\n`{test}`: {message.splitlines()[0]}" for _, test, why, message in others if not why]
     return "\n".join(lines) + "\n"
 
 
@@ -175,28 +169,11 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     make_models()
-    (CACHE / "reports.jsonl").unlink(missing_ok=True)
     root = str(Path(__file__).parents[1])
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{root}{os.pathsep}{CACHE / 'packages'}",
-        "HF_HUB_CACHE": str(CACHE / "hub"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        "addopts=",
-        "-p",
-        "compatibility.peft_suite",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:warnings",
-    ]
+    cache = {"HF_HUB_CACHE": str(CACHE / "hub"), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **cache, "PYTHONPATH": f"{root}{os.pathsep}{CACHE / 'packages'}"}
+    plugins = ["-p", "compatibility.peft_suite", "-p", "no:cacheprovider", "-p", "no:warnings"]
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", *plugins, f"--junitxml={REPORT}"]
     subprocess.run([*command, *(f"tests/{file}" for file in FILES)], cwd=sources(), env=env)
     RESULTS.write_text(report())
     print(RESULTS.read_text())

@@ -484,9 +484,7 @@ def report(study: Study) -> str:
         "`python -m studies.schedule report` writes this page; the script's head says what was fixed before the first "
         f"run. SmolLM2-135M-Instruct, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
         f"{min(seeds)} to {max(seeds)} seeds. "
-        + (
-            "No run's loss is lower at another temperature than 1 on the rows that it leaves out." if calibrated else ""
-        ),
+        + ("No other temperature that was tried lowers a run's loss on the rows that it leaves out." * calibrated),
         "",
         f"| method | parameters | rate | seeds | {' | '.join(measures)} | temperature |",
         f"|{'---|' * (5 + len(measures))}",
@@ -511,15 +509,13 @@ def report(study: Study) -> str:
         cells = [" − ".join(map(label_of, pair)), predicted]
         cells += [cell for of in found.values() for cell in of[pair].cells()]
         lines.append(f"| {' | '.join(cells)} |")
-    panels = {
-        "loss, four tasks": [
-            (" − ".join(map(label_of, pair)).replace(", trained on", ""), found["loss, four tasks"][pair])
-            for pair in DRAWN
-            if pair in found["loss, four tasks"]
-        ]
-    }
-    if all(panels.values()):
-        plot_differences(panels, RESULTS / "schedule.svg", "difference of held-out loss")
+    drawn = [
+        (" − ".join(map(label_of, pair)).replace(", trained on", ""), found["loss, four tasks"][pair])
+        for pair in DRAWN
+        if pair in found["loss, four tasks"]
+    ]
+    if drawn:
+        plot_differences({"loss, four tasks": drawn}, RESULTS / "schedule.svg", "difference of held-out loss")
         lines += ["", "![Differences of held-out loss with 95 % intervals](schedule.svg)"]
     lines += ["", "Learning rates on the tuning seed, loss of the four tasks:", ""]
     lines += ["| method | passes | rate: loss | chosen |", "|---|---|---|---|"]

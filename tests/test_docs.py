@@ -126,11 +126,11 @@ def test_the_section_on_the_schedule_has_the_numbers_of_its_study():
             pytest.approx(float(right), abs=0.06),
         )
         assert row in known
-    of_results = differences(results.replace(" | ", " "))
+    of_results = differences(results)
     of_results += [(-mean, -high, -low) for mean, low, high in of_results]
-    told = differences(section.replace("\n  ", ""))
-    assert len(told) > 6
-    for difference in told:
+    in_section = differences(section.replace("\n  ", ""))
+    assert len(in_section) > 6
+    for difference in in_section:
         assert any(pytest.approx(each, abs=6e-4) == difference for each in of_results), difference
     predictions = re.search(r"Of (\d+) predictions that can be compared, (\d+) were missed", section)
     assert [*map(int, predictions.groups())] == [len(re.findall(" to [+-]", results)), results.count(", missed")]

@@ -326,7 +326,7 @@ def test_the_study_of_the_schedule_tunes_first_and_makes_every_run_once(tmp_path
     own = [name for name, method in schedule.METHODS.items() if method.rate_of is None]
     tuning = [job for job in made if job.seed == schedule.TUNING_SEED]
     assert len(tuning) == 3 * (len(own) + len(schedule.TUNES_PASSES)) and study.passes() == 2
-    assert [*map(type(made[0]), schedule.METHODS, [0] * 14, [2e-3] * 14, [2] * 14)] == [j for j in made if j.seed == 0]
+    assert [job for job in made if job.seed == 0] == [schedule.Job(name, 0, 2e-3, 2) for name in schedule.METHODS]
     assert len(made) == len(tuning) + 6 * len(schedule.METHODS)
     page = schedule.report(study)
     # 4 letters less than "mixture linear" has, so -0.07 to -0.42; 2.571 · 0.1310 / √6 around the mean

@@ -133,7 +133,7 @@ class SettingsParser(GroupedParser):
             file.pop("plugins", None)  # `main` has imported them
         given, fields = {**file, **flags}, self.kind.model_fields
         missing = [name for name, field in fields.items() if field.is_required() and name not in given]
-        if missing and given.keys() <= fields.keys():  # a key that is misspelt is told first
+        if missing and given.keys() <= fields.keys():  # a misspelt key is reported first
             raise InputError(f"{_flag(missing[0])}: must be given")
         return validate(self.kind, given)
 
@@ -156,6 +156,6 @@ def _read(text: str) -> Any:
 def _metavar(field: FieldInfo) -> str:
     """What `--help` calls a value."""
     kinds, names = {*plain_types(field.annotation)}, {dict: "JSON", float: "X", int: "N"}
-    alternatives = [field.annotation, *get_args(field.annotation)]
-    choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
+    alternatives = (field.annotation, *get_args(field.annotation))
+    choices = [str(choice) for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
     return field.title or "|".join(choices) or next((name for kind, name in names.items() if kind in kinds), "VALUE")

@@ -1,5 +1,5 @@
 """
-Peak memory of UpIT's expansion and router initialisation by number of experts, one process per measurement.
+Peak memory of UpIT's expansion and router initialization by number of experts, one process per measurement.
 
     python -m benchmarks.upit_memory    # writes benchmarks/results/upit_memory.md
 
@@ -101,7 +101,7 @@ def main() -> None:
             "",
             f"Made by `python -m benchmarks.upit_memory`. One base: {size:.0f} MiB. Growth in MiB.",
             "",
-            "| experts | expansion (2 → n) | router initialisation | n copies of the base |",
+            "| experts | expansion (2 → n) | router initialization | n copies of the base |",
             "|---|---|---|---|",
         ]
         for n in EXPERTS:

@@ -7,7 +7,7 @@ Every engine with every kind of training, on a tiny model in two processes on a 
 Each cell has three words. "equal": the training ends with the weights and losses of one process that takes the same
 batches (to 2e-5; on a 4-bit base to two steps of bfloat16, in which TRL trains there). "saved": what `save_model`
 writes is the folder that one process writes, with these weights. "resumed": stopped in the middle and started again,
-it ends with the same weights. UpIT is stopped in its router initialisation and in its last training, so its cell has
+it ends with the same weights. UpIT is stopped in its router initialization and in its last training, so its cell has
 all three or none; so has the command's, which is stopped in the middle.
 
 The processes are started by `accelerate launch` with the files in `recipes/accelerate`. accelerate has FSDP and
@@ -82,7 +82,7 @@ RESULTS = {
     "upit-routers": "model",
     "sft": ".",
 }
-# The steps after which a run is stopped; one of UpIT in router initialisation, and in post-training.
+# The steps after which a run is stopped; one of UpIT in router initialization, and in post-training.
 STOPS = {"upit-lora": (11, 23), "upit-lora-4bit": (11, 23), "upit-ffn": (11, 23), "upit-routers": (5,), "sft": (3,)}
 
 

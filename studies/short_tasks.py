@@ -5,7 +5,7 @@ Six tasks of real data with short rows and one right answer each, for studies on
 
 The source folder has the files that their publishers serve, in a folder for each dataset:
 
-| folder | from | licence | files |
+| folder | from | license | files |
 |---|---|---|---|
 | banking77 | github.com/PolyAI-LDN/task-specific-datasets | CC BY 4.0 | train.csv, test.csv |
 | clinc150 | github.com/clinc/oos-eval | CC BY 3.0 | data_full.json, domains.json |

@@ -97,7 +97,7 @@ class MoELoraLayer(BaseTunerLayer):
         return cast(Router, self.moe_lora_router[adapter_name])
 
     def reset_parameters(self, adapter_name: str) -> None:
-        """Initialise the experts, as `MoELoraConfig.init_lora_weights` describes."""
+        """Initialize the experts, as `MoELoraConfig.init_lora_weights` describes."""
         spec = self.moe_lora_spec[adapter_name]
         spec.reset(*self.expert_parameters(adapter_name))
         if spec.num_shared_experts:

@@ -418,7 +418,7 @@ def save_figure(figure: Any, path: str | Path, title: str = "") -> None:
     import matplotlib
 
     for axis in figure.axes:
-        if "right" in axis.spines:  # not of a colour bar
+        if "right" in axis.spines:  # not of a color bar
             axis.spines[["top", "right"]].set_visible(False)
     if title:
         figure.suptitle(title, parse_math=False, fontsize=11)

@@ -329,7 +329,7 @@ def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> S
 
 def _texts(texts: Texts) -> Section:
     text = (
-        "The beginnings of a few texts. Each token has the colour of the expert that served it, or of the one with the "
+        "The beginnings of a few texts. Each token has the color of the expert that served it, or of the one with the "
         "largest gate, in the layer that you pick; first it is the one whose experts' shares differ most. A token "
         "that is pointed at says which expert that is, and its share of the token's gates. Texts are cut after "
         f"{MOST_TOKENS} tokens."

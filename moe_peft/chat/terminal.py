@@ -255,7 +255,7 @@ def _beside(columns: list[str], texts: list[str], served: list[str] | None = Non
 
 
 def _style(color: str | None) -> str:
-    """The style of letters on an expert's color; grey letters for those that have none."""
+    """The style of letters on an expert's color; gray letters for those that have none."""
     return "grey50" if color is None else f"{'white' if color == PALETTE[0] else 'black'} on {color}"
 
 

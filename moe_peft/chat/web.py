@@ -231,7 +231,7 @@ def blocks(page: Page, title: str, about: str) -> Any:
             experts = gr.Dropdown(
                 page.sample.experts, value=[], label="Experts", multiselect=True, visible=False, elem_id="experts"
             )
-            layer = gr.Dropdown(page.layers, value=DECISIVE, label="Colours of", visible=routed, elem_id="layer")
+            layer = gr.Dropdown(page.layers, value=DECISIVE, label="Colors of", visible=routed, elem_id="layer")
         alone = {
             "concurrency_id": "model",
             "concurrency_limit": 1,

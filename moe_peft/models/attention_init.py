@@ -1,5 +1,5 @@
 """
-Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1).
+Router Upcycling: initializes routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1).
 
 `init_attention_routers` changes a model; `attention_gates` computes the gates of a MoE that is still to be made. Then
 come the routers of a model, and what is read from its attentions.
@@ -37,7 +37,7 @@ def init_attention_routers(
     dense: nn.Module | None = None,
 ) -> None:
     """
-    Initialise the routers from the attention of their layers. Queries come from the query projection, and one key per
+    Initialize the routers from the attention of their layers. Queries come from the query projection, and one key per
     expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
 
     Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
@@ -48,7 +48,7 @@ def init_attention_routers(
       get the linear gate that the mixture "sum" folds into.
     - The gates of a native MoE become attention routers with the mixture "sum", which are trained instead; see
       `replace_routers`. Call that first for other settings, such as the mixture "max": routers that have already
-      replaced the gates are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
+      replaced the gates are initialized like those of adapters. `fold_routers` turns what folds into plain gates again.
 
     Args:
         model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
@@ -114,7 +114,7 @@ def attention_gates(
 
 def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
     """
-    Check, without weights, that the attention of a dense model initialises routers.
+    Check, without weights, that the attention of a dense model initializes routers.
 
     Args:
         dense: a dense model, perhaps without weights.
@@ -171,7 +171,7 @@ def _counterpart(model: nn.Module, path: str, source: nn.Module) -> Any:
 
 
 def _checked_layers(model: nn.Module, adapter_name: str | None) -> list[Any]:
-    """The routed layers on FFNs, whose routers can be initialised from an attention."""
+    """The routed layers on FFNs, whose routers can be initialized from an attention."""
     layers: list[Any]
     if is_adapted(model, adapter_name, "init_attention_routers"):
         every = adapter_layers(model, adapter_name, "init_attention_routers")
@@ -186,7 +186,7 @@ def _checked_layers(model: nn.Module, adapter_name: str | None) -> list[Any]:
         if isinstance(layer.router, Router) and not layer.router.takes_attention:
             raise InputError(
                 f"init_attention_routers: {layer.path}: router_type={layer.router.settings.type!r} cannot be "
-                "initialised from an attention; use 'attention', or a router with a linear gate"
+                "initialized from an attention; use 'attention', or a router with a linear gate"
             )
     return layers
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from .families import FAMILIES
 
-# Architectures of llama.cpp that rotate neighbouring dimensions of a head; transformers and the others its halves.
+# Architectures of llama.cpp that rotate neighboring dimensions of a head; transformers and the others its halves.
 INTERLEAVED = ("llama", "granitemoe")
 
 
@@ -44,21 +44,21 @@ def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str
     if config.model_type not in _ARCHITECTURES:
         return dict.fromkeys(("llama.cpp", "mlx-lm"), f"what it computes for a {config.model_type!r} is not known")
     family, kind, scaling = FAMILIES[config.model_type], config.model_type, config.rope_parameters["rope_type"]
-    normalises = family.normalises is None or getattr(config, family.normalises)
+    normalizes = family.normalizes is None or getattr(config, family.normalizes)
     dense = [layer for layer in range(config.num_hidden_layers) if not family.has_experts(config, layer)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scalings = ("default", "linear", "llama3") if architecture(config) in INTERLEAVED else ("default",)
     llama_cpp = {
         "its OLMo2 has no experts": kind == "flex_olmo",
         f"every layer has experts there, layers {dense} have none": bool(dense),
-        f"gates sum to 1 in its Qwen3-MoE, {family.normalises}=False": kind == "qwen3_moe" and not normalises,
-        f"gates do not sum to 1 beside its shared experts, {family.normalises}=True": normalises and has_shared,
+        f"gates sum to 1 in its Qwen3-MoE, {family.normalizes}=False": kind == "qwen3_moe" and not normalizes,
+        f"gates do not sum to 1 beside its shared experts, {family.normalizes}=True": normalizes and has_shared,
         f"rope_type={scaling!r}: exact in its {architecture(config)} are {scalings}": scaling not in scalings,
         f"hidden_act={config.hidden_act!r}: it has SiLU": config.hidden_act not in ("silu", "swish"),
     }
     mlx = {
         "it has no FlexOlmo": kind == "flex_olmo",
-        "it ignores norm_topk_prob=True": kind == "qwen2_moe" and normalises,
+        "it ignores norm_topk_prob=True": kind == "qwen2_moe" and normalizes,
         f"it lacks rope_type={scaling!r}": kind in ("mixtral", "qwen2_moe") and scaling != "default",
         "it lacks head_dim": kind == "mixtral" and head_dim != config.hidden_size // config.num_attention_heads,
         "it lacks sliding windows": sliding_window(config) is not None,

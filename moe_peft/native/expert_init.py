@@ -190,7 +190,7 @@ INITIALISATIONS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator]
     "random": _random,
     "scratch": _random,
 }
-# The settings of `ExpertInit` that each reads. An initialisation that is not named here may read any.
+# The settings of `ExpertInit` that each reads. An initialization that is not named here may read any.
 INITIALISATION_READS: dict[str, tuple[str, ...]] = {
     "copy": (),
     "noise": ("noise_scale",),

@@ -106,7 +106,7 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
         num_experts=content.spec.num_experts,
         top_k=content.spec.top_k,
         width=dense.config.intermediate_size,
-        normalises=content.spec.normalize_top_k,
+        normalizes=content.spec.normalize_top_k,
         router_aux_loss_coef=config.router_aux_loss_coef,
         dense_layers=[layer for layer in range(dense.config.num_hidden_layers) if layer not in content.routers],
     )

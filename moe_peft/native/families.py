@@ -160,7 +160,7 @@ class MoEFamily:
             [n, …] and holds all experts.
         count: config field of n.
         width: config field of an expert's intermediate size.
-        normalises: config field that says whether the chosen gates sum to 1; None if they always do.
+        normalizes: config field that says whether the chosen gates sum to 1; None if they always do.
         shared: prefix in the block of the shared expert's tensors; None if it has no shared expert. Its gate [1, d] is
             `shared_expert_gate`, and its width `shared_expert_intermediate_size` in the config.
         dense_layers: config field that lists the layers without experts; None if every layer has experts.
@@ -175,7 +175,7 @@ class MoEFamily:
     experts: str = "experts.{expert}."
     count: str = "num_experts"
     width: str = "moe_intermediate_size"
-    normalises: str | None = None
+    normalizes: str | None = None
     shared: str | None = None
     dense_layers: str | None = None
     keeps: tuple[str, ...] = ()
@@ -280,18 +280,18 @@ FAMILIES: dict[str, MoEFamily] = {
         MoEFamily(
             "qwen2_moe",
             (DenseFamily("qwen2"),),
-            normalises="norm_topk_prob",
+            normalizes="norm_topk_prob",
             shared="shared_expert.",
             dense_layers="mlp_only_layers",
         ),
         MoEFamily(
             "qwen3_moe",
             (DenseFamily("qwen3"),),
-            normalises="norm_topk_prob",
+            normalizes="norm_topk_prob",
             dense_layers="mlp_only_layers",
             keeps=("head_dim",),
         ),
-        MoEFamily("flex_olmo", (DenseFamily("olmo2"),), width="intermediate_size", normalises="norm_topk_prob"),
+        MoEFamily("flex_olmo", (DenseFamily("olmo2"),), width="intermediate_size", normalizes="norm_topk_prob"),
         MoEFamily(
             "granitemoe",
             (DenseFamily("granite"),),
@@ -307,7 +307,7 @@ FAMILIES: dict[str, MoEFamily] = {
 
 # Dense families that no MoE family of transformers can hold, although adapters can be trained on them.
 _NO_MOE = {
-    "glm": "no MoE has its rotary embedding, which pairs neighbouring dimensions in half of each head",
+    "glm": "no MoE has its rotary embedding, which pairs neighboring dimensions in half of each head",
     "glm4": "no MoE has its rotary embedding together with norms after attention and FFN",
 }
 

@@ -405,7 +405,7 @@ class WholeModel(ModelFolder):
 
     def from_pretrained(self, **options: Any) -> Any:
         """
-        Nothing is initialised because it is missing, and the routers that replaced a MoE's gates are loaded, too. A
+        Nothing is initialized because it is missing, and the routers that replaced a MoE's gates are loaded, too. A
         quantized model is placed on this process's device, unless ZeRO-3 shards it.
         """
         has_routers = hasattr(self.config.get_text_config(), CONFIG_FIELD)

@@ -27,7 +27,7 @@ def moe_config(
     num_experts: int,
     top_k: int,
     width: int,
-    normalises: bool = True,
+    normalizes: bool = True,
     shared_width: int = 0,
     router_aux_loss_coef: float = 0.0,
     dense_layers: list[int] | None = None,
@@ -39,13 +39,13 @@ def moe_config(
     Args:
         families: of the dense model and of the MoE.
         width: an expert's intermediate size.
-        normalises: whether the gates of the chosen experts sum to 1.
+        normalizes: whether the gates of the chosen experts sum to 1.
         shared_width: the shared expert's intermediate size; a family that must have one gets an empty one.
         router_aux_loss_coef: coefficient of the balancing loss.
         dense_layers: layers without experts.
     """
     family = families[1]
-    if not normalises and family.normalises is None:
+    if not normalizes and family.normalizes is None:
         raise InputError(
             f"normalize_top_k=False: {family.model_type} always has gates that sum to 1; train with "
             "normalize_top_k=True"
@@ -64,8 +64,8 @@ def moe_config(
         "router_aux_loss_coef": float(router_aux_loss_coef),  # configs of transformers take no integer
         "tie_word_embeddings": False,
     }
-    if family.normalises:
-        experts[family.normalises] = normalises
+    if family.normalizes:
+        experts[family.normalizes] = normalizes
     if family.shared:
         experts["shared_expert_intermediate_size"] = shared_width or EMPTY_SHARED
     if family.dense_layers:

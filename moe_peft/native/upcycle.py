@@ -155,7 +155,7 @@ class UpcycleConfig:
             raise self._error("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
         if self.router_init == "given" and self.router_weights is None:
             raise self._error("router_weights", "goes with router_init='given'")
-        # Settings that the chosen initialisation does not read would be ignored.
+        # Settings that the chosen initialization does not read would be ignored.
         for choice, reads in _READS.items():
             for name in dict.fromkeys(name for settings in reads.values() for name in settings):
                 changed = getattr(self, name) != type(self).__dataclass_fields__[name].default

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-# Takes logits [T, n], k and whether to normalise; returns gates and experts, each [T, k].
+# Takes logits [T, n], k and whether to normalize; returns gates and experts, each [T, k].
 Choose = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -105,10 +105,10 @@ class Router(nn.Module):
     has_parameters: ClassVar[bool] = True  # whether there is anything to train in it
     leaves_out: ClassVar[bool] = False  # whether a token may get fewer experts than top_k
     all_experts: ClassVar[bool] = False  # whether each token gets all experts; a balancing loss is then constant
-    only_top_k: ClassVar[int | None] = None  # the only top_k that it supports; its gates are then not normalised
+    only_top_k: ClassVar[int | None] = None  # the only top_k that it supports; its gates are then not normalized
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
-    takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
+    takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialize it from the base's attention
     by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
     reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
@@ -129,7 +129,7 @@ class Router(nn.Module):
         self.make()
 
     def make(self) -> None:
-        """Create and initialise the parameters."""
+        """Create and initialize the parameters."""
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, n] of float32 (or float64) inputs [T, d]."""
@@ -198,7 +198,7 @@ class Router(nn.Module):
         return self.logits(unit_DD).T.contiguous()
 
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
-        """Initialise from an attention's queries [m, d', d] and mean keys [n, c, d'] (if `takes_attention`)."""
+        """Initialize from an attention's queries [m, d', d] and mean keys [n, c, d'] (if `takes_attention`)."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -142,8 +142,8 @@ class RouterLossConfig(_Coefficients):
     def _trains_routers(self, name: str) -> bool:
         """Whether a loss counts in the stage of routers alone."""
         loss = ROUTER_LOSSES[name]
-        labelled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
-        return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
+        labeled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
+        return labeled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
 
 
 # --- coefficients ----------------------------------------------------------------------------------------------------

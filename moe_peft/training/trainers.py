@@ -136,7 +136,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         if packing:
             unpacked.max_length = None  # packing limits the length
         dataset = super()._prepare_dataset(dataset, processing_class, unpacked, False, formatting_func, dataset_name)
-        description = f"Labelling tokens of {dataset_name} dataset"
+        description = f"Labeling tokens of {dataset_name} dataset"
         dataset = with_token_labels(dataset, column, self._labels, args.dataset_num_proc, description)
         if packing:
             dataset = dataset.select_columns(["input_ids", "labels", COLUMN])

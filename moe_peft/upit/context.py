@@ -43,7 +43,7 @@ def budget(recipe: Recipe, rows: int) -> Budget:
     if not recipe.facts.assembles:
         return Budget(first if recipe.facts.averages else total, 0, 0)
     seeds = 0.0
-    if recipe.initialises_routers and recipe.router_init.gates == TRAINED:
+    if recipe.initializes_routers and recipe.router_init.gates == TRAINED:
         seeds = recipe.bucketed(rows) / rows * recipe.router_init.num_train_epochs
     taken = seeds if recipe.router_init.within_budget else 0.0
     if first + taken >= total:

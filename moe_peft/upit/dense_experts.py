@@ -170,7 +170,7 @@ class DenseExperts(ExpertKind):
 
     @property
     def _by_attention(self) -> bool:
-        """Whether the base's attention initialises the routers."""
+        """Whether the base's attention initializes the routers."""
         return self.recipe.moe.get("router_init") == "attention"
 
     def check_base(self, seed: int) -> None:
@@ -182,7 +182,7 @@ class DenseExperts(ExpertKind):
             check_same_architecture(open_dense(folder, r.moe.get("family")), base)
 
     def _check_attention(self) -> None:
-        """Raise if the base's attention cannot initialise the routers, which happens after stage 1."""
+        """Raise if the base's attention cannot initialize the routers, which happens after stage 1."""
         r, config = self.recipe, self.recipe.upcycle_config()
         if not self._by_attention:
             return
@@ -196,7 +196,7 @@ class DenseExperts(ExpertKind):
     def calibration(
         self, experts: Sequence[Path], data: Dataset, args: SFTConfig, seed: int
     ) -> list[dict[str, torch.Tensor]] | None:
-        """Batches for the attention that initialises routers: of a stage before this one, or the base's."""
+        """Batches for the attention that initializes routers: of a stage before this one, or the base's."""
         if not self._by_attention:
             return None
         section = self.recipe.data

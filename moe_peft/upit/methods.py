@@ -17,7 +17,7 @@ class Method:
         assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the complete budget, or `averages`.
         averages: the result is the mean of the experts, after stage 1's share of the budget alone.
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
-        initialises_routers: stage 3 runs.
+        initializes_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.
         expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`; None: the recipe's choice.
     """
@@ -26,7 +26,7 @@ class Method:
     assembles: bool = True
     averages: bool = False
     copies: bool = False
-    initialises_routers: bool = False
+    initializes_routers: bool = False
     trains_experts: bool = True
     expert_type: str | None = None
 
@@ -45,7 +45,7 @@ _DENSE = Method(assembles=False)
 _MEAN = Method(assembles=False, averages=True)
 _FRESH = Method(prepares=False)
 _COPIES = Method(copies=True)
-_UPIT = Method(initialises_routers=True)
+_UPIT = Method(initializes_routers=True)
 _SELF_MOE = Method(trains_experts=False)
 _PESC = Method(prepares=False, expert_type="bottleneck")
 

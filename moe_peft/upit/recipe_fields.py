@@ -132,7 +132,7 @@ class RouterInitSection(Settings):
     gates: Text = Field(
         TRAINED, description="trained routing vectors, as in the paper; or ridge, prompts: from the buckets in seconds"
     )
-    alpha: Share = Field(0.5, description="weight of the language-modelling loss; the routing loss has 1 - alpha")
+    alpha: Share = Field(0.5, description="weight of the language-modeling loss; the routing loss has 1 - alpha")
     router_learning_rate: Annotated[Number, Field(gt=0)] | None = Field(
         0.01, description="of the routing vectors, constant; null: the experts' rate and schedule, in sft"
     )

@@ -162,7 +162,7 @@ class Recipe(RecipeFields):
         sft = {**self.sft, **self.router_init.sft}
         for name, usual in (("loss_type", ("nll", "chunked_nll")), ("label_smoothing_factor", (0.0,))):
             value = sft.get(name, usual[0])
-            if self.initialises_routers and value not in usual:
+            if self.initializes_routers and value not in usual:
                 field = f"router_init.sft.{name}"
                 raise InputError(f"{field}={value!r}: stage 3 has the paper's loss; set {field}={usual[0]}")
 
@@ -182,7 +182,7 @@ class Recipe(RecipeFields):
             f"'lora' with the method {self.method!r}, which stacks LoRAs; or use the method loramoe_pt",
         )
         router, field = config.router_class, f"adapter.router_type={config.router_type!r}"
-        if self.initialises_routers and not issubclass(router, LinearRouter):
+        if self.initializes_routers and not issubclass(router, LinearRouter):
             raise InputError(f"{field}: stage 3 makes linear gates; use one of these, or router_init.buckets=none")
         self._check_trains(router, field)
 
@@ -217,7 +217,7 @@ class Recipe(RecipeFields):
         one_model = not self.facts.prepares or self.copies
         self._forbid(
             "moe.router_init",
-            self.moe.get("router_init") == "attention" and (self.initialises_routers or not one_model),
+            self.moe.get("router_init") == "attention" and (self.initializes_routers or not one_model),
             "another: attention gates are those of one dense model, and stage 3 would replace them",
         )
         texts = self.moe.get("router_init") in GATE_INITS
@@ -225,7 +225,7 @@ class Recipe(RecipeFields):
         split = self.moe.get("granularity", 1) != 1 and self.moe.get("fine_grained_split") == "independent"
         self._forbid(
             "moe.fine_grained_split",
-            split and self.initialises_routers,
+            split and self.initializes_routers,
             "'partition': stage 3 makes a gate for each of num_experts, not for their parts",
         )
         with prefixed("moe"):
@@ -239,14 +239,14 @@ class Recipe(RecipeFields):
         _check_fields(field, settings, RouterSettings, _ROUTER)
         self._forbid(field, not self.facts.assembles, f"left out: the method {self.method!r} has no gates")
         plain = "left out: stage 3 trains plain gates; or set router_init.buckets=none"
-        self._forbid(field, self.initialises_routers, plain)
+        self._forbid(field, self.initializes_routers, plain)
         with prefixed(field):
             check_router(RouterSettings(**settings), *self.routed)
         self._check_trains(self._router, f"{field}={settings!r}")
         moe = self.upcycle_config()
         other = "left out: post_train.router, which replaces the gates, has its own initial values"
         if moe.router_init == "attention":
-            unused, allowed = not self._router.takes_attention, "attention does not initialise that post_train.router"
+            unused, allowed = not self._router.takes_attention, "attention does not initialize that post_train.router"
             self._forbid("moe.router_init", unused, f"left out: {allowed}")
         else:
             self._forbid("moe.router_init", moe.router_init != UpcycleConfig.router_init, other)
@@ -255,8 +255,8 @@ class Recipe(RecipeFields):
         self._forbid("moe.router_num_heads", heads, "left out: set post_train.router.num_heads")
 
     def _check_labels(self) -> None:
-        rule, labelled = self.router_init.rule, self.data.label_column is not None
-        if not labelled and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
+        rule, labeled = self.router_init.rule, self.data.label_column is not None
+        if not labeled and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
             raise InputError(
                 f"data.label_column=None: prepare.order={self.prepare.order!r} with "
                 f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
@@ -265,7 +265,7 @@ class Recipe(RecipeFields):
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")
         expert_map = self.expert_map
         if expert_map is not None:
-            self._forbid("data.label_column", not labelled, "set for post_train.sft.expert_map")
+            self._forbid("data.label_column", not labeled, "set for post_train.sft.expert_map")
             if self.masks_labels:
                 check_allowed(expert_map, self._fewest_allowed(), "post_train.sft.router_label_mask=True")
 
@@ -317,9 +317,9 @@ class Recipe(RecipeFields):
         return self.facts.specialises and not self.copies and self.given_experts() < self.num_experts
 
     @property
-    def initialises_routers(self) -> bool:
+    def initializes_routers(self) -> bool:
         """Whether stage 3 runs."""
-        return self.facts.initialises_routers and self.router_init.rule is not None
+        return self.facts.initializes_routers and self.router_init.rule is not None
 
     @property
     def trains_experts(self) -> bool:

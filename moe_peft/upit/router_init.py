@@ -1,5 +1,5 @@
 """
-Stage 3, router initialisation (UpIT, section 2.2, Equations 1 and 2, Algorithms 1 and 3): each seed example goes to the
+Stage 3, router initialization (UpIT, section 2.2, Equations 1 and 2, Algorithms 1 and 3): each seed example goes to the
 expert that knows it best; then, one after the other, every expert and its routing vectors learn from their bucket.
 
 An expert is a LoRA adapter on the frozen base, or a dense model of which only the FFNs are trained. Either way it is
@@ -215,7 +215,7 @@ def init_routers(
         buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
         gates: `"vectors"` trains; `"ridge"` or `"prompts"` make the routers from the buckets instead, as texts of their
             experts (see `moe_peft.init_gates`), and leave the experts as they are.
-        alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.
+        alpha: weight of the language-modeling loss; the routing loss has 1 - alpha.
         router_learning_rate: of the routing vectors, constant, whatever the experts' schedule. At the experts' rate few
             steps leave them nearly random. None: the experts' rate and schedule.
         train_experts: False trains the routing vectors alone.

@@ -319,7 +319,7 @@ class RouterInit(TrainingStage):
 
     @classmethod
     def wanted(cls, recipe: Recipe) -> bool:
-        return recipe.initialises_routers
+        return recipe.initializes_routers
 
     @property
     def epochs(self) -> float:

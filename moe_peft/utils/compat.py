@@ -68,7 +68,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "trl.SFTTrainer": ("_prepare_dataset", "aux_loss_enabled"),
     # What vLLM is sent of an adapter in training, in `training.rollouts`.
     "trl.generation.vllm_generation.VLLMGeneration": ("_iter_named_params",),
-    # The fused head, in `training.scoring` and UpIT's router initialisation: never all logits at once, tested by TRL.
+    # The fused head, in `training.scoring` and UpIT's router initialization: never all logits at once, tested by TRL.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),
     # What Liger binds its forwards with, replaced in `adapter.liger`.

@@ -68,7 +68,7 @@ def write_model_card(
 
     Args:
         base: the model or models that it was made from, names or folders; None: what the adapter's config says. Their
-            licence is passed on if their cards, in local folders or in the hub's cache, agree on one.
+            license is passed on if their cards, in local folders or in the hub's cache, agree on one.
         made: how it was made, in a few words.
         training: facts about its training, one line each.
         datasets: names of the training data. Those that can be names on the hub go into the metadata.
@@ -126,7 +126,7 @@ def write_model_card(
     data.base_model = names[0] if len(names) == 1 else names or None
     data.datasets = list(filter(_is_repo, dict.fromkeys([*_listed(data.datasets), *datasets]))) or None
     if data.license is None:
-        _pass_licence_on(data, bases, folder)
+        _pass_license_on(data, bases, folder)
 
     # Text. What an old card of ours says stays where nothing new is said.
     mark = None if old is None else _MARK.match(old.text)
@@ -234,13 +234,13 @@ def _link(name: str, kind: str = "") -> str:
     return f"[{name}](https://huggingface.co/{kind}{name})" if _is_repo(name) else f"`{plain(Path(name).name)}`"
 
 
-def _pass_licence_on(data: ModelCardData, bases: list[str], folder: Path) -> None:
-    """Set the licence that the bases' cards name, if all name the same. Its file counts only if it is here, too."""
-    licences, fields = [], ("license", "license_name", "license_link")
+def _pass_license_on(data: ModelCardData, bases: list[str], folder: Path) -> None:
+    """Set the license that the bases' cards name, if all name the same. Its file counts only if it is here, too."""
+    licenses, fields = [], ("license", "license_name", "license_link")
     for base in bases:
         cached = try_to_load_from_cache(base, "README.md") if _is_repo(base) else None
         card = load_card(Path(cached) if isinstance(cached, str) else Path(base) / "README.md")
-        licences.append([None if card is None else card.data.get(field) for field in fields])
-    if licences and all(licence == licences[0] for licence in licences):
-        data.license, data.license_name, link = licences[0]
+        licenses.append([None if card is None else card.data.get(field) for field in fields])
+    if licenses and all(license == licenses[0] for license in licenses):
+        data.license, data.license_name, link = licenses[0]
         data.license_link = link if link and ("://" in link or (folder / link).is_file()) else None

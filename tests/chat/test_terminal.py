@@ -143,7 +143,7 @@ def test_routers_of_one_layer_are_shown_together(talk):
     ]
 
 
-def test_of_many_experts_the_most_used_are_colored_and_the_others_grey(talk, monkeypatch):
+def test_of_many_experts_the_most_used_are_colored_and_the_others_gray(talk, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("TERM", "xterm")

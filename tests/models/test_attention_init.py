@@ -310,7 +310,7 @@ def test_quantized_projections_are_read(bits, tmp_path):
 
 
 @pytest.mark.parametrize("kind", NATIVE)
-def test_native_gates_are_initialised_trained_and_folded_back(kind, tmp_path):
+def test_native_gates_are_initialized_trained_and_folded_back(kind, tmp_path):
     model = native(kind)
     means, names = mean_keys(model), list(model.state_dict())
     init_attention_routers(model, BATCHES, num_heads=2)
@@ -432,11 +432,11 @@ def phi3():
     (lambda: tiny_llama(vocab=64), BATCHES, "LlamaForCausalLM has no router"),
     (lambda: adapter(base=gpt2()), BATCHES, "no attention with q_proj, k_proj"),
     (lambda: adapter(base=phi3()), BATCHES, "no attention with q_proj, k_proj"),
-    (lambda: adapter("mlp"), BATCHES, "router_type='mlp' cannot be initialised from an attention"),
+    (lambda: adapter("mlp"), BATCHES, "router_type='mlp' cannot be initialized from an attention"),
     (lambda: adapter("linear", target_modules=["v_proj"]), BATCHES, "no routers on FFNs"),
     (adapter, [], "batches: no tokens"),
 ])  # fmt: skip
-def test_what_cannot_be_initialised_says_so(make, batches, message):
+def test_what_cannot_be_initialized_says_so(make, batches, message):
     with pytest.raises(ValueError, match=message):
         init_attention_routers(make(), batches)
 

@@ -1,4 +1,4 @@
-"""Each initialisation of experts on the tensors of one FFN, against loops that draw what the library draws."""
+"""Each initialization of experts on the tensors of one FFN, against loops that draw what the library draws."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_an_exported_model_trains_on_with_all_its_weights(tokenizer, tmp_path):
     assert "aux_loss" in trainer.state.log_history[0]
 
 
-def test_attention_routers_initialised_trained_and_exported(tokenizer, tmp_path):
+def test_attention_routers_initialized_trained_and_exported(tokenizer, tmp_path):
     base = dense_model("mistral")
     name = saved(base, tmp_path / "base")
     model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, router_type="attention", task_type="CAUSAL_LM"))

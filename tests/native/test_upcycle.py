@@ -1,4 +1,4 @@
-"""Dense checkpoints to native MoEs: which initialisations keep the function, statistics, files, refusals."""
+"""Dense checkpoints to native MoEs: which initializations keep the function, statistics, files, refusals."""
 
 from __future__ import annotations
 

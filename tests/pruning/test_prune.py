@@ -32,7 +32,7 @@ DROP = {0: [1], 1: [0, 3]}
 # name → settings of the adapter; all have six experts.
 ADAPTERS = {
     "linear": {},
-    "not normalised": {"normalize_top_k": False},
+    "not normalized": {"normalize_top_k": False},
     "projection": {"mixing": "projection", "top_k": 3},
     "mlp": {"router_type": "mlp"},
     "sigmoid": {"router_type": "sigmoid", "normalize_top_k": False},
@@ -94,7 +94,7 @@ def test_experts_that_stay_are_the_same_bits(base: str, tmp_path: Path):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_plain_loop_and_what_normalisation_changes(normalize: bool, base: str, tmp_path: Path):
-    """One layer by hand: where gates are not normalised, those of other experts grow by 1/(1 - p)."""
+    """One layer by hand: where gates are not normalized, those of other experts grow by 1/(1 - p)."""
     folder = make_adapter(base, tmp_path / "adapter", normalize_top_k=normalize)
     prune_experts(folder, tmp_path / "pruned", drop={0: [1, 4], 1: [1, 4]})
     models = [load_double(folder), load_double(tmp_path / "pruned")]

@@ -115,7 +115,7 @@ def test_stages_hand_on_what_they_made(upit):
 
 @pytest.mark.slow
 def test_one_base_at_most_is_in_memory(case, tmp_path, monkeypatch):
-    """Expansion loads no base; router initialisation one at a time, however many experts there are."""
+    """Expansion loads no base; router initialization one at a time, however many experts there are."""
     from transformers import AutoModelForCausalLM
 
     original, loaded, alive = AutoModelForCausalLM.from_pretrained, [], []
@@ -363,7 +363,7 @@ def test_self_moe_trains_the_routers_alone(of_method):
 
 
 @pytest.mark.slow
-def test_no_expansion_or_router_initialisation(case, tmp_path):
+def test_no_expansion_or_router_initialization(case, tmp_path):
     pipeline = run(case, tmp_path, prepare={"selection": "uniform"}, router_init={"buckets": "none"})
     assert list(pipeline.records) == ["prepare", "post_train", "evaluate"]
     assert pipeline.records["prepare"]["metrics"]["checkpoint_steps"] == [6, 12, 18, 24]

@@ -139,7 +139,7 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
         ({"mode": "lora", "method": "loramoe_pt", "moe": {}}, "post_train.router.type: unknown key in the mode 'lora'"),
         (
             {"post_train": {"router": {"type": "mlp"}}, "moe": {"router_init": "attention"}},
-            "moe.router_init='attention': must be left out: attention does not initialise that post_train.router",
+            "moe.router_init='attention': must be left out: attention does not initialize that post_train.router",
         ),
         ({"moe": {"router_init": "uniform"}}, "moe.router_init='uniform': must be left out: post_train.router, which"),
         ({"moe": {"router_init_std": 0.1}}, "moe.router_init_std=0.1: must be left out: post_train.router, which"),

@@ -98,7 +98,7 @@ def test_every_mode_has_methods_and_stages():
             settings = {**MINIMAL, "mode": mode, "method": method, "num_experts": 4}
             stages = [stage.name for stage in UpIT(recipe_from_dict(settings)).stages]
             assert ("prepare" in stages, "post_train" in stages) == (facts.prepares, facts.assembles)
-            assert ("router_init" in stages) == facts.initialises_routers
+            assert ("router_init" in stages) == facts.initializes_routers
 
 
 def handed(**settings):

@@ -1,4 +1,4 @@
-"""Model cards lead with loading code that runs, name base, licence and training, and leave alone what users wrote."""
+"""Model cards lead with loading code that runs, name base, license and training, and leave alone what users wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.upit_case import rows
 
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 UNFILLED = "[More Information Needed]"
-LICENCE = {"license": "other", "license_name": "tiny-licence", "license_link": "LICENSE.txt"}
+LICENCE = {"license": "other", "license_name": "tiny-license", "license_link": "LICENSE.txt"}
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TERMS = ("LICENSE.txt", "NOTICE", "USE_POLICY.md")
 
@@ -70,7 +70,7 @@ def test_card_of_an_adapter_leads_with_what_it_is_and_with_code_that_runs(folder
     assert lines.index("## How to load") < 10 and UNFILLED not in card.text
     assert {"peft", "moe_peft", "mixture-of-experts"} <= set(card.data.tags)
     assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "text-generation")
-    assert (card.data.license, card.data.license_name) == ("other", "tiny-licence")
+    assert (card.data.license, card.data.license_name) == ("other", "tiny-license")
     assert card.data.license_link is None  # the file is not in this folder
     assert card.data.base_model is None  # the hub refuses local paths
     assert str(folder.parent) not in str(card)
@@ -186,10 +186,10 @@ def test_what_may_be_a_local_path_is_no_name_on_the_hub(folder: Path, tmp_path: 
         assert not any(tag.startswith("base_model:") for tag in card.data.tags)
 
 
-def test_a_licence_is_passed_on_if_the_bases_agree(folder: Path, tmp_path: Path):
-    for name, licence in (("a", "mit"), ("b", "mit"), ("c", "apache-2.0"), ("d", None)):
+def test_a_license_is_passed_on_if_the_bases_agree(folder: Path, tmp_path: Path):
+    for name, license in (("a", "mit"), ("b", "mit"), ("c", "apache-2.0"), ("d", None)):
         (tmp_path / name).mkdir()
-        ModelCard(f"---\n{ModelCardData(license=licence).to_yaml() or 'tags: [x]'}\n---\n").save(
+        ModelCard(f"---\n{ModelCardData(license=license).to_yaml() or 'tags: [x]'}\n---\n").save(
             tmp_path / name / "README.md"
         )
     for names, expected in (("ab", "mit"), ("ac", None), ("ad", None), ("d", None)):
@@ -293,7 +293,7 @@ def test_trainers_push_a_folder_with_the_card(kind: str, base: Path, tmp_path: P
     assert "- Training data: [org/data]" in card.text and card.data.datasets == ["org/data"]
     assert "`MoESFTTrainer` with TRL" in card.text and "2 steps of 4 rows, learning rate 0.01" in card.text
     assert {"trl", "sft", "moe_peft", "mixture-of-experts", "extra"} <= set(card.data.tags)
-    assert card.data.license_name == "tiny-licence"
+    assert card.data.license_name == "tiny-license"
     assert ("import moe_peft" in card.text) == (kind == "adapter") and 'from_pretrained("me/mine")' in card.text
 
 

@@ -128,7 +128,7 @@ class Experts:
 
     def reset(self, A_all: nn.ParameterDict, B_all: nn.ParameterDict) -> None:
         """
-        Initialise the experts of all projections, as `MoELoraConfig.init_lora_weights` says: A uniform as in LoRA, or
+        Initialize the experts of all projections, as `MoELoraConfig.init_lora_weights` says: A uniform as in LoRA, or
         normal; B zero, so that the module's output does not change at first, or random, too.
         """
         for A in A_all.values():

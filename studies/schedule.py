@@ -89,9 +89,9 @@ class Method(NamedTuple):
 METHODS = {
     "upit": Method("UpIT", "upit"),
     "mean": Method("mean of the checkpoints, trained on", "mean"),
-    "mixture": Method("mixture", "mixture"),
     "mixture linear": Method("mixture, linear decay", "mixture", False),
     "lora_kr linear": Method("LoRA, rank k·r, linear decay", "lora_kr", False),
+    "mixture": Method("mixture", "mixture"),
     "last": Method("last checkpoint, trained on", "last"),
     "lora_nr linear": Method("LoRA, rank n·r, linear decay", "lora_nr", False),
     "mixture_frozen": Method(
@@ -483,7 +483,7 @@ def report(study: Study) -> str:
         "",
         "`python -m studies.schedule report` writes this page; the script's head says what was fixed before the first "
         f"run. SmolLM2-135M-Instruct, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
-        f"{min(seeds)} to {max(seeds)} seeds. "
+        f"{' or '.join(map(str, sorted({*seeds})))} seeds. "
         + ("No other temperature that was tried lowers a run's loss on the rows that it leaves out." * calibrated),
         "",
         f"| method | parameters | rate | seeds | {' | '.join(measures)} | temperature |",

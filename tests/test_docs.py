@@ -136,7 +136,7 @@ def test_the_section_on_the_schedule_has_the_numbers_of_its_study():
     assert [*map(int, predictions.groups())] == [len(re.findall(" to [+-]", results)), results.count(", missed")]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/combine.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/combine.md", "docs/upit.md"])
 def test_losses_and_shares_of_a_page_are_in_the_tables_of_results(page: str):
     """A loss has three decimals, and a share of right answers is in a table."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("−", "-")

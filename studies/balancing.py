@@ -77,49 +77,46 @@ def measured(scope: str, coefficient: float, seed: int) -> dict[str, Any]:
 
 
 def report(ledger: Ledger) -> str:
-    """The table of the settings that have runs."""
+    """The page, of all runs."""
+    runs: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    for record in sorted(ledger.records(), key=lambda record: record["seed"]):
+        runs[record["scope"], record["coefficient"]].append(record)
+
+    def variation(setting: tuple[str, float], when: str = "after") -> float:
+        return mean(run[when]["variation"] for run in runs[setting])
+
+    def dead(setting: tuple[str, float], when: str = "after") -> list[int]:
+        return [run[when]["dead"] for run in runs[setting]]
+
+    def load(setting: tuple[str, float], when: str) -> str:
+        monopolies, by_seed = mean(run[when]["monopolies"] for run in runs[setting]), dead(setting, when)
+        cells = f"{variation(setting, when):.2f} | {monopolies:.1f} | {mean(by_seed):.1f}"
+        return f"{cells} ({', '.join(map(str, by_seed))})"
+
+    losses = {setting: [run["loss"] for run in runs[setting]] for setting in SETTINGS}
+    differences = {setting: paired_difference(losses[setting], losses[NONE]) for setting in SETTINGS[1:]}
     lines = [
         "# What balances the experts", "", "`python -m studies.balancing report` writes this page.", "",
         f"SmolLM2-135M-Instruct, 8 LoRA experts of rank 8, 2 active, {STEPS} steps of 4 rows of the demo's requests at "
-        f"a rate of 1e-3; means of seeds, {len(SEEDS)} if nothing else is said. CV: the load's coefficient of "
-        "variation, averaged over 30 layers; monopolies: layers; dead: of 240 experts, in brackets by seed; loss: per "
-        "held-out answer token; difference: from the loss without balancing, with a 95 % t interval over seeds.", "",
+        f"a rate of 1e-3; means of {len(SEEDS)} seeds. CV: the load's coefficient of variation, averaged over 30 "
+        "layers; monopolies: layers; dead: of 240 experts, in brackets by seed; loss: per held-out answer token; "
+        "difference: from the loss without balancing, with a 95 % t interval.", "",
         "| scope | coefficient | CV | monopolies | dead | loss | difference |", "|" + "---|" * 7,
+        f"| untrained | | {load(NONE, 'before')} | | |",
+        f"| none | 0 | {load(NONE, 'after')} | {mean(losses[NONE]):.4f} | |",
     ]  # fmt: skip
-    runs: dict[tuple[str, float], dict[int, dict[str, Any]]] = defaultdict(dict)
-    for record in ledger.records():
-        runs[record["scope"], record["coefficient"]][record["seed"]] = record
-
-    def load(setting: tuple[str, float], when: str) -> tuple[float, list[int], str]:
-        """The CV, the dead experts by seed, and three cells."""
-        loads = [run[when] for _, run in sorted(runs[setting].items())]
-        variation, monopolies = (mean(one[count] for one in loads) for count in ("variation", "monopolies"))
-        dead = [one["dead"] for one in loads]
-        return variation, dead, f"{variation:.2f} | {monopolies:.1f} | {mean(dead):.1f} ({', '.join(map(str, dead))})"
-
-    differences = {}
-    for setting in filter(runs.get, SETTINGS):
-        of, without = runs[setting], runs[NONE]
-        both = sorted(of.keys() & without.keys())
-        if setting == NONE:
-            lines.append(f"| untrained | | {load(setting, 'before')[2]} | | |")
-        elif len(both) > 1:
-            differences[setting] = paired_difference([of[i]["loss"] for i in both], [without[i]["loss"] for i in both])
-        name = ("none" if setting == NONE else setting[0]) + (f" ({len(of)} seeds)" if len(of) < len(SEEDS) else "")
-        difference = " ".join(differences[setting].cells()) if setting in differences else ""
-        loss = f"{mean(run['loss'] for run in of.values()):.4f}"
-        lines.append(f"| {name} | {setting[1]:g} | {load(setting, 'after')[2]} | {loss} | {difference} |")
-    if all(len(runs[setting]) == len(SEEDS) for setting in SETTINGS):
-        none, layer, pooled = (load(setting, "after") for setting in (NONE, ("layer", 0.01), ("global", 0.01)))
-        held = (
-            not any(layer[1]) and layer[0] < 2 / 3 * none[0],
-            pooled[0] >= 0.9 * none[0] and sum(pooled[1]) >= sum(none[1]),
-            not any(difference.excludes_zero() for difference in differences.values()),
-        )
-        lines += ["", "| predicted | held |", "|---|---|"]
-        lines += [
-            f"| {words} | {'yes' if as_said else 'no'} |" for words, as_said in zip(PREDICTIONS, held, strict=True)
-        ]
+    for (scope, coefficient), difference in differences.items():
+        setting = scope, coefficient
+        cells = f"{load(setting, 'after')} | {mean(losses[setting]):.4f} | {' '.join(difference.cells())}"
+        lines.append(f"| {scope} | {coefficient:g} | {cells} |")
+    layer, pooled = ("layer", 0.01), ("global", 0.01)
+    held = (
+        not any(dead(layer)) and variation(layer) < 2 / 3 * variation(NONE),
+        variation(pooled) >= 0.9 * variation(NONE) and sum(dead(pooled)) >= sum(dead(NONE)),
+        not any(difference.excludes_zero() for difference in differences.values()),
+    )
+    lines += ["", "| predicted | held |", "|---|---|"]
+    lines += [f"| {words} | {'yes' if as_said else 'no'} |" for words, as_said in zip(PREDICTIONS, held, strict=True)]
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ one without zero where there is no difference at all. A prediction is the range 
 
 - the default's scale becomes s·k·r, unless its interval says that this is worse;
 - the default's shape changes if a shape's difference from 8/8/2 is at most -0.01 and its interval excludes 0;
-- the low-rank router stays if its interval excludes 0 in its favour; otherwise its code goes.
+- the low-rank router stays if its interval excludes 0 in its favor; otherwise its code goes.
 """
 
 from __future__ import annotations

@@ -475,16 +475,17 @@ def report(study: Study) -> str:
     """The page of the runs that there are, and its figure."""
     runs, measures = runs_of(study.ledgers), dict(MEASURES)
     calibrated = all(run["temperature"] == 1 for of in runs.values() for run in of.values())
+    of_temperatures = ""
     if calibrated:
         measures = {name: of for name, of in measures.items() if not name.endswith("one temperature")}
+        of_temperatures = "No other temperature that was tried lowers a run's loss on the rows that it leaves out."
     seeds = {len(of) for of in runs.values()}
     lines = [
         "# The mixture, the mean or the schedule",
         "",
         "`python -m studies.schedule report` writes this page; the script's head says what was fixed before the first "
         f"run. SmolLM2-135M-Instruct, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
-        f"{' or '.join(map(str, sorted({*seeds})))} seeds. "
-        + ("No other temperature that was tried lowers a run's loss on the rows that it leaves out." * calibrated),
+        f"{' or '.join(map(str, sorted(seeds)))} seeds. {of_temperatures}",
         "",
         f"| method | parameters | rate | seeds | {' | '.join(measures)} | temperature |",
         f"|{'---|' * (5 + len(measures))}",

@@ -137,6 +137,22 @@ def test_the_section_on_the_schedule_has_the_numbers_of_its_study():
     assert [*map(int, predictions.groups())] == [len(re.findall(" to [+-]", results)), results.count(", missed")]
 
 
+def test_the_table_of_loads_has_the_numbers_of_its_study():
+    """CV, dead experts and loss of each scope and coefficient."""
+    results = (ROOT / "studies/results/balancing.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/inspect.md").read_text(encoding="utf-8")
+    number = r"([\d.]+)"
+    row = rf"^\| (\w+) \| {number} \| {number} \| [\d.]+ \| {number} \(.*?\) \| {number} \|"
+    known = {(scope, rate): values for scope, rate, *values in re.findall(row, results, re.MULTILINE)}
+    shown = re.findall(rf'^\| `?"?(\w+).*? \| {number}.*? \| {number} \| {number} \| {number} \|$', page, re.MULTILINE)
+    assert {(scope, rate) for scope, rate, *_ in shown} == known.keys()
+    for scope, rate, variation, dead, loss in shown:
+        expected = known[scope, rate]
+        assert [variation, dead] == expected[:2] and float(loss) == pytest.approx(float(expected[2]), abs=6e-4)
+    untrained = re.search(rf"untrained \| \| {number} \| [\d.]+ \| {number} ", results).groups()
+    assert untrained == re.search(rf"CV of {number} and {number} dead experts", page).groups()
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/combine.md", "docs/upit.md"])
 def test_losses_and_shares_of_a_page_are_in_the_tables_of_results(page: str):
     """A loss has three decimals, and a share of right answers is in a table."""

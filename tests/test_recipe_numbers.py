@@ -77,7 +77,7 @@ NUMBERS = {
         "moe.router_init_std": (0.01, "std=0.01"),
         "moe.router_aux_loss_coef": (0.01 / 2, "0.01, of a loss that divides by k"),
         "post_train.sft.router_z_loss_coef": (0.001, "z-loss 0.001"),
-        "post_train.sft.router_schedule": ("three_phase", "warm-up, specialisation, refinement"),
+        "post_train.sft.router_schedule": ("three_phase", "warm-up, specialization, refinement"),
         "sft.learning_rate": (2e-5, "2e-5"),
     },
     "sft/label-routing-llama3.2-1b": {

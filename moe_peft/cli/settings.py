@@ -133,7 +133,7 @@ class SettingsParser(GroupedParser):
             file.pop("plugins", None)  # `main` has imported them
         given, fields = {**file, **flags}, self.kind.model_fields
         missing = [name for name, field in fields.items() if field.is_required() and name not in given]
-        if missing and given.keys() <= fields.keys():  # a misspelt key is reported first
+        if missing and given.keys() <= fields.keys():  # a misspelled key is reported first
             raise InputError(f"{_flag(missing[0])}: must be given")
         return validate(self.kind, given)
 

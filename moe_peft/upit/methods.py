@@ -36,7 +36,7 @@ class Method:
         return self.assembles or self.averages
 
     @property
-    def specialises(self) -> bool:
+    def specializes(self) -> bool:
         """Whether the experts differ: they come from several checkpoints, and expansion adds those that are missing."""
         return self.prepares and self.assembles and not self.copies
 

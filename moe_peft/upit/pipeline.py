@@ -36,7 +36,7 @@ from .evaluate import Evaluate
 from .experts import ExpertKind
 from .lora_experts import LoraExperts
 from .recipe_rules import Recipe
-from .stage_cache import MANIFEST, Artefacts, Stage, is_run, outlook, run_stage
+from .stage_cache import MANIFEST, Artifacts, Stage, is_run, outlook, run_stage
 from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
 
 _FIGURE = "routing.png"
@@ -96,11 +96,11 @@ class UpIT:
     def stages(self) -> list[Stage]:
         """The stages that this recipe goes through, in order, each with what those before it hand on."""
         experts = [Path(folder) for folder in self.recipe.prepare.folders or []]
-        artefacts, stages = Artefacts(experts=self.recipe.assembled_from(experts)), []
+        artifacts, stages = Artifacts(experts=self.recipe.assembled_from(experts)), []
         for stage in MODES[self.recipe.mode].stages:
             if stage.wanted(self.recipe):
-                stages.append(stage(self.context, artefacts))
-                artefacts = stages[-1].result
+                stages.append(stage(self.context, artifacts))
+                artifacts = stages[-1].result
         return stages
 
     @cached_property

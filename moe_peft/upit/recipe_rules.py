@@ -212,7 +212,7 @@ class Recipe(RecipeFields):
             half,
             f"another with model.dtype={self.dtype!r}, as it computes only in half precision",
         )
-        one_checkpoint = self.moe.get("init") == "checkpoints" and not self.facts.specialises
+        one_checkpoint = self.moe.get("init") == "checkpoints" and not self.facts.specializes
         self._forbid("moe.init", one_checkpoint, "another: this method has one checkpoint")
         one_model = not self.facts.prepares or self.copies
         self._forbid(
@@ -274,7 +274,7 @@ class Recipe(RecipeFields):
         self._forbid("num_experts", n < 2 and self.facts.assembles, "at least 2")
         copies = self.copies and self.facts.averages
         self._forbid("prepare.experts", copies, "'checkpoints' with the method 'mean', as copies have none")
-        if not self.facts.specialises or self.copies:
+        if not self.facts.specializes or self.copies:
             return
         names = [f"prepare.{name}" for name in ("adapters", "checkpoints") if getattr(self.prepare, name)]
         source = names[0] if names else "stage 1"
@@ -314,7 +314,7 @@ class Recipe(RecipeFields):
     @property
     def expands(self) -> bool:
         """Whether stage 2 runs."""
-        return self.facts.specialises and not self.copies and self.given_experts() < self.num_experts
+        return self.facts.specializes and not self.copies and self.given_experts() < self.num_experts
 
     @property
     def initializes_routers(self) -> bool:

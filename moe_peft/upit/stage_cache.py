@@ -33,7 +33,7 @@ _RECORD = "stage.json"  # of a stage its metrics, of its state what it is doing
 
 
 @dataclass(frozen=True)
-class Artefacts:
+class Artifacts:
     """
     What stages hand on to later ones.
 
@@ -65,7 +65,7 @@ class Stage(ABC):
     seed_offset: ClassVar[int] = 0  # from the recipe's seed, where the section has none
     inputs: ClassVar[tuple[str, ...]] = ("model", "train", "experts", "chat_template")  # whose hashes identify it
 
-    def __init__(self, context: RunContext, given: Artefacts) -> None:
+    def __init__(self, context: RunContext, given: Artifacts) -> None:
         self.context, self.kind, self.recipe, self.given = context, context.kind, context.recipe, given
 
     @classmethod
@@ -86,7 +86,7 @@ class Stage(ABC):
         """
 
     @property
-    def result(self) -> Artefacts:
+    def result(self) -> Artifacts:
         """What there is for later stages when this one is done."""
         return self.given
 

@@ -35,7 +35,7 @@ from .prepare import chosen_steps, prepare_experts
 from .recipe_fields import TRAINED
 from .recipe_rules import FROM_EXPERTS, Recipe
 from .router_init import init_routers
-from .stage_cache import Artefacts, Stage
+from .stage_cache import Artifacts, Stage
 
 _TOKENIZER = "tokenizer"  # in the folder of stage 1, for the mean of its experts
 ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
@@ -182,7 +182,7 @@ class Prepare(TrainingStage):
         return self.recipe.given_experts()
 
     @property
-    def result(self) -> Artefacts:
+    def result(self) -> Artifacts:
         if not self.recipe.facts.collects:
             return replace(self.given, model=self.folder / self.kind.output)
         experts = self.recipe.assembled_from(expert_folders(self.folder, self._selection()[0]))
@@ -268,7 +268,7 @@ class Expand(Stage):
         return recipe.expands
 
     @property
-    def result(self) -> Artefacts:
+    def result(self) -> Artifacts:
         return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
 
     def run(self, folder: Path) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class Mean(Stage):
         return recipe.facts.averages
 
     @property
-    def result(self) -> Artefacts:
+    def result(self) -> Artifacts:
         return replace(self.given, model=self.folder / self.kind.output)
 
     def run(self, folder: Path) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class RouterInit(TrainingStage):
         return self.context.budget.router_init
 
     @property
-    def result(self) -> Artefacts:
+    def result(self) -> Artifacts:
         experts = self.given.experts
         if self.recipe.router_init.gates == TRAINED:
             experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
@@ -430,7 +430,7 @@ class PostTrain(TrainingStage):
         return self.context.budget.post_train
 
     @property
-    def result(self) -> Artefacts:
+    def result(self) -> Artifacts:
         return replace(self.given, model=self.folder / self.kind.output)
 
     def arguments(self, **overrides: Any) -> SFTConfig:

@@ -84,7 +84,7 @@ def _mean_update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The rank-r matrices whose product is nearest to Σ w_i B_iᵀ A_i (Eckart–Young). Means of the A's and of the B's would
-    depend on how each update is factorised.
+    depend on how each update is factorized.
     """
     if all(torch.equal(A, A_GRI[0]) and torch.equal(B, B_GRO[0]) for A, B in zip(A_GRI, B_GRO, strict=True)):
         return A_GRI[0], B_GRO[0]

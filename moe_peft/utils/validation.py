@@ -165,7 +165,7 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
         try:
             return kind.model_validate(dict(values))
         except ValidationError as error:
-            errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key first
+            errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled key first
             raise InputError(_explain(kind, errors[0], path)) from None
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bfloat16 on CUDA, every dispatch method, no synchronisation with the device."""
+"""What only a GPU can show: bfloat16 on CUDA, every dispatch method, no synchronization with the device."""
 
 from __future__ import annotations
 

@@ -29,25 +29,21 @@ KINDS: dict[str, dict] = {
 _start = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [_start[:3], _start, [*_start[:17], 5, 9, 7], _start[::-1] * 2, [4]]
 NEW = 6
-running: list[LLM] = []
+_running: list[LLM] = []
 
 
 def engine(folder: str | Path, **options) -> LLM:
     """At most 16 tokens a step, so that prompts are computed in chunks, beside others' next tokens."""
-    stop()
+    # The engine before, which a failed test keeps: collected later, it would take this one's process groups with it.
+    while _running:
+        _running.pop().llm_engine.engine_core.shutdown()
     options = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "enforce_eager": True, **options}
     llm = LLM(
         model=str(folder), max_num_batched_tokens=16, max_num_seqs=4, max_logprobs=-1,
         enable_prefix_caching=True, enable_chunked_prefill=True, **options,
     )  # fmt: skip
-    running.append(llm)
+    _running.append(llm)
     return llm
-
-
-def stop() -> None:
-    """End the engine before: collected later, as after a failed test, it would take the next one's groups with it."""
-    while running:
-        running.pop().llm_engine.engine_core.shutdown()
 
 
 def distributions(llm: LLM, of_prompts: bool = True, lora=None):

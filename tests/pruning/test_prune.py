@@ -93,7 +93,7 @@ def test_experts_that_stay_are_the_same_bits(base: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_plain_loop_and_what_normalisation_changes(normalize: bool, base: str, tmp_path: Path):
+def test_plain_loop_and_what_normalization_changes(normalize: bool, base: str, tmp_path: Path):
     """One layer by hand: where gates are not normalized, those of other experts grow by 1/(1 - p)."""
     folder = make_adapter(base, tmp_path / "adapter", normalize_top_k=normalize)
     prune_experts(folder, tmp_path / "pruned", drop={0: [1, 4], 1: [1, 4]})
@@ -190,7 +190,7 @@ def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, nor
 
 @torch.no_grad()
 def with_twins(folder: Path, noise: float = 0.0) -> None:
-    """Make expert 3 of an adapter a copy of expert 1, factorised in another way, with its router row, plus noise."""
+    """Make expert 3 of an adapter a copy of expert 1, factorized in another way, with its router row, plus noise."""
     from safetensors.torch import save_file
 
     state = load_file(folder / WEIGHTS)

@@ -296,7 +296,7 @@ def test_given_adapters_say_what_experts_are(case, tmp_path):
 
 
 def test_given_adapters_are_compared_by_their_own_numbers(case, tmp_path):
-    """Of rank-stabilised ones too, and of all that are used: the last one where experts are copies."""
+    """Of rank-stabilized ones too, and of all that are used: the last one where experts are copies."""
     base = case["model"]["name_or_path"]
     folders = loras(tmp_path / "rs", base, 2, target_modules=["up_proj"], use_rslora=True)
     settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}

@@ -16,7 +16,7 @@ from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.context import Budget
 from moe_peft.upit.methods import METHODS
 from moe_peft.upit.pipeline import MODES
-from moe_peft.upit.stage_cache import Artefacts, Stage, run_stage
+from moe_peft.upit.stage_cache import Artifacts, Stage, run_stage
 from moe_peft.upit.stages import TrainerStage
 from tests.helpers.models import tiny_llama
 from tests.helpers.processes import in_processes
@@ -112,26 +112,26 @@ def experts(stage, *indices):
 
 
 def test_stages_hand_on_the_latest_experts():
-    artefacts, pipeline = handed(prepare={"num_experts": 2})
-    assert artefacts["prepare"].experts == ()
-    assert artefacts["expand"].experts == experts("prepare", 0, 1)
-    assert artefacts["expand"].initial == Path("out/prepare/initial")
-    assert artefacts["router_init"].experts == experts("expand", 0, 1, 2, 3)
-    assert artefacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
-    assert artefacts["post_train"].routers == Path("out/router_init/routers.safetensors")
+    artifacts, pipeline = handed(prepare={"num_experts": 2})
+    assert artifacts["prepare"].experts == ()
+    assert artifacts["expand"].experts == experts("prepare", 0, 1)
+    assert artifacts["expand"].initial == Path("out/prepare/initial")
+    assert artifacts["router_init"].experts == experts("expand", 0, 1, 2, 3)
+    assert artifacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
+    assert artifacts["post_train"].routers == Path("out/router_init/routers.safetensors")
     assert pipeline.stages[-1].result.model == Path("out/post_train/adapter") and pipeline.result == Path("out/adapter")
-    artefacts, pipeline = handed(mode="ffn")
-    assert artefacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
-    assert artefacts["post_train"].routers == Path("out/router_init/routers.safetensors")
+    artifacts, pipeline = handed(mode="ffn")
+    assert artifacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
+    assert artifacts["post_train"].routers == Path("out/router_init/routers.safetensors")
     assert pipeline.result == Path("out/model")
 
 
 def test_copies_and_given_experts_are_handed_on():
-    artefacts, _ = handed(method="loramoe_sft")
-    assert artefacts["post_train"].experts == experts("prepare", 0) * 4
-    artefacts, _ = handed(prepare={"adapters": ["x", "y"], "experts": "copies"}, router_init={"buckets": "none"})
-    assert list(artefacts) == ["post_train"] and artefacts["post_train"].experts == (Path("y"),) * 4
-    assert artefacts["post_train"].initial is None and artefacts["post_train"].routers is None
+    artifacts, _ = handed(method="loramoe_sft")
+    assert artifacts["post_train"].experts == experts("prepare", 0) * 4
+    artifacts, _ = handed(prepare={"adapters": ["x", "y"], "experts": "copies"}, router_init={"buckets": "none"})
+    assert list(artifacts) == ["post_train"] and artifacts["post_train"].experts == (Path("y"),) * 4
+    assert artifacts["post_train"].initial is None and artifacts["post_train"].routers is None
     _, pipeline = handed(method="lora", prepare={"adapters": ["x"]})
     assert [stage.name for stage in pipeline.stages] == ["prepare"] and pipeline.stages[0].result.model == Path(
         "out/prepare/adapter"
@@ -211,7 +211,7 @@ class Late(Stage):
 def run_late_stage(rank: int, folder: Path) -> None:
     PartialState(cpu=True)
     pipeline = pipeline_of({**MINIMAL, "output_dir": str(folder)})
-    record = run_stage(Late(pipeline.context, Artefacts()))
+    record = run_stage(Late(pipeline.context, Artifacts()))
     assert record["metrics"] == {"read": "expert"}
 
 

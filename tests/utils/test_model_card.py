@@ -23,7 +23,7 @@ from tests.helpers.upit_case import rows
 
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 UNFILLED = "[More Information Needed]"
-LICENCE = {"license": "other", "license_name": "tiny-license", "license_link": "LICENSE.txt"}
+LICENSE = {"license": "other", "license_name": "tiny-license", "license_link": "LICENSE.txt"}
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TERMS = ("LICENSE.txt", "NOTICE", "USE_POLICY.md")
 
@@ -49,7 +49,7 @@ def base(tmp_path_factory, tokenizer) -> Path:
     tokenizer.chat_template = None
     for name in TERMS:
         (folder / name).write_text(f"terms: {name}")
-    ModelCard(f"---\n{ModelCardData(**LICENCE)}\n---\n# My base\n").save(folder / "README.md")
+    ModelCard(f"---\n{ModelCardData(**LICENSE)}\n---\n# My base\n").save(folder / "README.md")
     return folder
 
 
@@ -245,7 +245,7 @@ def test_native_folders_carry_what_goes_with_the_base(made: str, base: Path, fol
     card = ModelCard.load(target / "README.md")
     assert UNFILLED not in card.text and f"- Made by `moe-peft {made}`" in card.text
     assert "`mixtral` with 4 experts per layer, of which each token uses 2" in card.text
-    assert {name: getattr(card.data, name) for name in LICENCE} == LICENCE  # the file is here, too
+    assert {name: getattr(card.data, name) for name in LICENSE} == LICENSE  # the file is here, too
     assert {"moe_peft", "mixture-of-experts"} <= set(card.data.tags) and card.data.library_name == "transformers"
     model = run_snippet(target)["model"]
     assert model.config.model_type == "mixtral" and model.generation_config.max_length == 77

@@ -96,8 +96,11 @@ DENSE = {
 
 # What the adapter does with a model type, and what the table says of it.
 OUTCOMES = {
-    "FFN": "experts and one router per FFN",
-    "linears": "each linear of an FFN gets experts and a router: the FFN's parts stand in the decoder layer",
+    "FFN": "experts and one router per FFN; Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2 and Granite can be exported",
+    "linears": (
+        "each linear of an FFN gets experts and a router: the FFN's parts stand in the decoder layer; such adapters "
+        "cannot be exported"
+    ),
     "named linears": "`target_modules=None` raises an error; linears that you name in `target_modules` get experts",
     "MoE already": "raises an error: the model has routed experts of its own",
     "no": "neither FFNs nor all linears work",

@@ -7,6 +7,7 @@ from .arguments import USUAL as USUAL
 from .arguments import Options, TrainingParser
 from .training import train_or_plan
 
+ADAPTER_RATE = 2e-4  # ten times TRL's default, which is for all weights
 EXAMPLE = r"""
 example:
   moe-peft sft --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \
@@ -17,9 +18,11 @@ example:
 
 def parser(prog: str) -> TrainingParser:
     description = "Fine-tune a MoE-LoRA adapter, or a native MoE. All options may be keys of a YAML file (--config)."
-    return TrainingParser(MoESFTConfig, prog=prog, description=description, epilog=EXAMPLE)
+    parser = TrainingParser(MoESFTConfig, prog=prog, description=description, epilog=EXAMPLE)
+    rate = parser.actions["learning_rate"]
+    rate.help = f"The learning rate (default: {ADAPTER_RATE:g} for an adapter, {rate.default:g} for all weights)."
+    return parser
 
 
 def run(options: Options) -> None:
-    # TRL's rate is for all weights; adapters learn at ten times as much.
-    train_or_plan(options, MoESFTTrainer, adapter_rate=2e-4)
+    train_or_plan(options, MoESFTTrainer, adapter_rate=ADAPTER_RATE)

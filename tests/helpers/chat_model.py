@@ -22,9 +22,9 @@ def save_chat_model(folder: Path, seed: int = 0) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("i", "n")]))  # llama.cpp wants at least one merge
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    marks = ["<|user|>", "<|assistant|>", "<|pad|>"]
+    marks = ["<|user|>", "<|assistant|>", "<|im_end|>"]
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
-    fast.add_special_tokens({"additional_special_tokens": marks[:2]})
+    fast.add_special_tokens({"additional_special_tokens": marks})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     model = tiny_llama(vocab=320, seed=seed)

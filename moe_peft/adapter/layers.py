@@ -83,14 +83,15 @@ class MoELoraLayer(BaseTunerLayer):
         """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
         router = make_router(self.in_features, spec.num_experts, spec.router)
-        # TRL makes an adapter's reference by a copy of its parameters, so buffers are copied here.
-        for name, other in self.moe_lora_router.items():
-            if name != adapter_name and self.moe_lora_spec[name] == spec:
-                buffers = dict(router.named_buffers())
-                for key, buffer in other.named_buffers():
-                    if not (buffer.is_meta or buffers[key].is_meta):
-                        buffers[key].copy_(buffer)
         self.moe_lora_router[adapter_name] = router.train(self.training)
+
+    def copy_buffers(self, adapter_name: str, other_name: str) -> None:
+        """Give the router of another adapter with the same spec what is not a parameter of this adapter's."""
+        if adapter_name in self.moe_lora_router:
+            buffers = dict(self.router(other_name).named_buffers())
+            for key, buffer in self.router(adapter_name).named_buffers():
+                if not (buffer.is_meta or buffers[key].is_meta):
+                    buffers[key].copy_(buffer)
 
     def router(self, adapter_name: str) -> Router:
         """The adapter's router, which exists only if it has more than one expert."""
@@ -155,9 +156,14 @@ class MoELoraLayer(BaseTunerLayer):
 
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""
-        if not self.training or not self.moe_lora_spec[adapter_name].lora_dropout:
+        if not self.dropout_rate(adapter_name):
             return [x_TM] * count
         return [self.moe_lora_dropout[adapter_name](x_TM) for _ in range(count)]
+
+    def dropout_rate(self, adapter_name: str) -> float:
+        """Of the module, not the config: trainers that compare two passes set it to 0 there."""
+        dropout = self.moe_lora_dropout[adapter_name]
+        return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
 
     # --- what PEFT needs of a layer ----------------------------------------------------------------------------------
 

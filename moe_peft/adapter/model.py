@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import warnings
@@ -94,7 +95,11 @@ class MoELoraModel(BaseTuner):
 
         # The targets, as PEFT will find them.
         if peft_config.target_modules is None:
-            peft_config.target_modules = find_ffns(model)
+            ffns = find_ffns(model)
+            # PEFT checks the layer of what it matches by an ending, and takes full names as they are.
+            by_ending = copy.copy(peft_config)
+            by_ending.target_modules = name_endings(ffns)
+            peft_config.target_modules = {name for name in ffns if self._check_target_module_exists(by_ending, name)}
         _maybe_include_all_linear_layers(peft_config, model)
         targets = {
             name: module
@@ -146,7 +151,13 @@ class MoELoraModel(BaseTuner):
                 "another adapter of this model; choose another name if there will be several",
                 stacklevel=2,
             )
+        config = self.peft_config[adapter_name]
+        original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        if original != adapter_name:  # TRL makes an adapter's reference with its config, by a copy of its parameters
+            for module in model.modules():
+                if isinstance(module, MoELoraLayer):
+                    module.copy_buffers(original, adapter_name)
         self._set_alpha(adapter_name)
         for module in model.modules():
             if isinstance(module, TrainableTokensWrapper):
@@ -158,10 +169,14 @@ class MoELoraModel(BaseTuner):
             cast(Any, model).add_model_tags(list(TAGS))
 
     def _set_alpha(self, adapter_name: str) -> None:
-        """Write an alpha that was left out into the config: scalings stay when `top_k` or the experts change later."""
-        config = cast(MoELoraConfig, self.peft_config[adapter_name])
+        """
+        Write an alpha that was left out into the adapter's config, not the user's: scalings stay when `top_k` or the
+        experts change later.
+        """
+        config = copy.copy(cast(MoELoraConfig, self.peft_config[adapter_name]))
         if config.lora_alpha is not None or "lora_alpha" in EXPERTS[config.expert_type].unread:
             return
+        self.peft_config[adapter_name], config.alpha_pattern = config, {**config.alpha_pattern}
         config.lora_alpha = usual_alpha(config.r, config.top_k, config.use_rslora)
         alphas = {
             name.replace(".base_layer", ""): layer.moe_lora_spec[adapter_name].lora_alpha

@@ -153,7 +153,8 @@ def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.T
         if "labels" in batch:
             prompt_BS = prompt_BS & (batch["labels"].to(mask_BS.device) == -100)
             prompt_BS = torch.where(prompt_BS.any(1, keepdim=True), prompt_BS, mask_BS.bool())
-        gates_BSN = layers[i].router(x_BSD.flatten(0, 1)).float().softmax(-1).view(*x_BSD.shape[:2], -1)
+        logits_TN = layers[i].router(x_BSD.reshape(-1, x_BSD.shape[-1]))  # some models flatten tokens themselves
+        gates_BSN = logits_TN.float().softmax(-1).view(*mask_BS.shape, -1)
         sum_BN = torch.einsum("bs,bsn->bn", prompt_BS.to(gates_BSN), gates_BSN)
         scores_BN.add_((sum_BN / prompt_BS.sum(1, keepdim=True)).cpu())
 

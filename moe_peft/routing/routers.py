@@ -151,7 +151,7 @@ class Router(nn.Module):
         x_TD = stored_TD if stored_TD.dtype == torch.float64 else stored_TD.float()
         noise = self.settings.jitter_noise
         if self.training and noise:
-            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
+            stored_TD = x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
         with without_autocast(x_TD), _saved_as(stored_TD, x_TD):
             return self.logits(x_TD)
 
@@ -215,10 +215,12 @@ def _saved_as(stored_TD: torch.Tensor, x_TD: torch.Tensor) -> AbstractContextMan
     if torch.compiler.is_compiling() or _top_saved_tensors_hooks(False) is not None:
         return nullcontext()
     kept_TD, address = stored_TD.detach(), x_TD.untyped_storage()._cdata
-    return torch.autograd.graph.saved_tensors_hooks(
-        lambda saved: None if saved.untyped_storage()._cdata == address else saved,
-        lambda packed: kept_TD.float() if packed is None else packed,
-    )
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | None:
+        is_whole = (saved.shape, saved.stride()) == (x_TD.shape, x_TD.stride())
+        return None if is_whole and saved.untyped_storage()._cdata == address else saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: kept_TD.float() if packed is None else packed)
 
 
 class LinearRouter(Router):

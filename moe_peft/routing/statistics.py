@@ -163,7 +163,8 @@ def counted_experts(
     counted = []
     for router, logits_TN, k in zip(routers, router_logits, ks, strict=True):
         if _has_rule(router):
-            gates_TK, experts_TK = router.choose(logits_TN.detach(), k, True)
+            of_layer = logits_TN.detach()[:, : router.num_experts]  # others' may be padded to the largest layer
+            gates_TK, experts_TK = router.choose(of_layer, k, True)
         else:
             gates_TK, experts_TK = None, logits_TN.topk(k, dim=-1).indices
         counted.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))

@@ -149,6 +149,9 @@ class Host(nn.Module):
     def dropped(self, adapter: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         return [x_TM] * count
 
+    def dropout_rate(self, adapter: str) -> float:
+        return 0.0
+
     def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM
 

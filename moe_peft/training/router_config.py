@@ -113,6 +113,8 @@ class RouterLossConfig(_Coefficients):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InputError(choice_error(name, getattr(self, name), choices))
+        if not 0 <= self.router_bias_anneal <= 1:
+            raise InputError(f"router_bias_anneal={self.router_bias_anneal!r}: must be a share of the steps, 0 to 1")
         has_labels = getattr(self, "expert_map", None) is not None
         defaults = {"router_label_mask": False, "router_label_tokens": "all", "router_label_loss_coef": 1.0}
         for name, default in defaults.items():

@@ -55,8 +55,8 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
         parameter.requires_grad_(name in names)
 
 
-def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter], rate: float) -> None:
-    """Give routers a learning rate of their own, in groups that otherwise copy those that they were in."""
+def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter], rate: float) -> list[int]:
+    """Give routers a learning rate of their own, in groups that otherwise copy those that they were in: which."""
     ids = {id(parameter) for parameter in routers}
     trained = [(group, [p for p in group["params"] if id(p) in ids]) for group in optimizer.param_groups]
     if not any(own for _, own in trained):
@@ -71,6 +71,7 @@ def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter],
             optimizer.add_param_group({**group, "params": own, "lr": rate})
         elif own:
             group["lr"] = rate
+    return [i for i, group in enumerate(optimizer.param_groups) if any(id(p) in ids for p in group["params"])]
 
 
 def on_quantized(model: nn.Module) -> nn.Module:

@@ -87,21 +87,22 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         self.log_of_losses = RouterLog(self, ())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The routing vectors are a group of their own, the last."""
+        """The routing vectors have groups of their own."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         rate = self.router_learning_rate
         if is_new and rate is not None:
             vectors = (p for name, p in self.model.named_parameters() if is_vector(name))
-            give_rate(optimizer, vectors, rate)
+            self.groups_of_vectors = give_rate(optimizer, vectors, rate)
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().create_scheduler(*args, **kwargs)
         rate = self.router_learning_rate
         if rate is not None and isinstance(scheduler, LambdaLR):
-            scheduler.lr_lambdas[-1] = _constant
-            scheduler.optimizer.param_groups[-1]["lr"] = rate  # warm-up would begin at 0
+            for i in self.groups_of_vectors:
+                scheduler.lr_lambdas[i] = _constant
+                scheduler.optimizer.param_groups[i]["lr"] = rate  # warm-up would begin at 0
         return scheduler
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
@@ -128,8 +129,9 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     ) -> Any:
         self.scores.clear()
         outputs = model(**inputs, fused_lm_head=True)
-        scores_MBS = torch.stack([score.to(outputs.log_probs.device) for score in self.scores])
         mask_BS = inputs["attention_mask"]
+        # Some models' linears read flattened tokens.
+        scores_MBS = torch.stack([score.view_as(mask_BS).to(outputs.log_probs.device) for score in self.scores])
         lm_loss = -outputs.log_probs.sum()
         routing_loss = (F.softplus(-scores_MBS).mean(0) * mask_BS).sum()  # -log(sigmoid(x·r))
         loss = self.alpha * lm_loss / self.answers_in_step + (1 - self.alpha) * routing_loss / self.tokens_in_step

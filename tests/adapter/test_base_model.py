@@ -195,6 +195,18 @@ def test_a_vision_tower_inside_the_decoder_gets_no_experts():
     assert list(layers(adapted.get_base_model())) == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
+def test_layers_to_transform_beside_a_vision_tower():
+    """Its FFNs are called as the decoder's, so these are found by their full names."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    text = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, num_key_value_heads=2, **sizes)
+    vision = transformers.CLIPVisionConfig(num_hidden_layers=2, image_size=16, patch_size=8, projection_dim=32, **sizes)
+    llava = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=60)
+    for wanted in (None, [0, 2]):
+        model = adapt(transformers.LlavaForConditionalGeneration(llava), layers_to_transform=wanted)
+        names = [f"model.language_model.layers.{i}.mlp" for i in wanted or range(3)]
+        assert list(layers(model.get_base_model())) == names
+
+
 def encoder_decoder(name: str) -> PreTrainedModel:
     sizes = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0}
     if name == "T5":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import pickle
@@ -34,6 +35,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.peft import MIN_PEFT_VERSION
+from trl.trainer.utils import disable_dropout_in_model
 
 from moe_peft import MoELoraConfig
 from moe_peft.adapter.layers import MoELoraLayer
@@ -407,6 +409,30 @@ def test_adapters_active_together_all_record_their_routers():
     assert [logits.shape for logits in out.router_logits] == [(20, 6)] * 4
     assert model.get_base_model().config.num_experts == 6
     assert_aux_loss_counted_once(model, routers=4)
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_trainer_that_turns_dropout_off_turns_all_of_it_off(mixing: str):
+    """As TRL does for DPO and KTO, which compare two passes."""
+    model = adapted(num_experts=4, lora_dropout=0.5, mixing=mixing).train()
+    with torch.no_grad():
+        assert not torch.equal(logits(model), logits(model))
+        disable_dropout_in_model(model)
+        assert torch.equal(logits(model), logits(model))
+
+
+def test_a_config_that_was_used_is_as_it_was():
+    def scalings(config: MoELoraConfig) -> list[float]:
+        model = get_peft_model(tiny_llama(), config)
+        assert model.peft_config["default"].lora_alpha == 4 * config.r
+        return [m.moe_lora_spec["default"].scaling for m in model.modules() if isinstance(m, MoELoraLayer)]
+
+    config = MoELoraConfig(num_experts=8, top_k_pattern={r"layers\.0\.mlp": 1})
+    for r in (4, 16):
+        assert scalings(dataclasses.replace(config, r=r)) == [2.0, 4.0]
+        config.r = r
+        assert scalings(config) == [2.0, 4.0]
+    assert config.lora_alpha is None and config.alpha_pattern == {}
 
 
 def test_disabled_adapter_gives_the_bases_logits_and_loss():

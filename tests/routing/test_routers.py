@@ -344,6 +344,29 @@ def test_any_leading_dimensions_and_any_dtype(kind):
     torch.testing.assert_close(half, router(x.bfloat16().float()), rtol=0, atol=0)
 
 
+class HalfRouter(LinearRouter):
+    """Reads the first half of its input."""
+
+    def logits(self, x_TD):
+        half = self.hidden_size // 2
+        return x_TD[:, :half] @ self.weight[:, :half].T
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("kind", [LinearRouter, HalfRouter])
+def test_gradients_of_half_precision_inputs_are_those_of_what_the_router_saw(kind, noise):
+    router = kind(16, N, RouterSettings("linear", jitter_noise=noise)).train()
+    x_TD = torch.randn(6, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.manual_seed(1)
+    router(x_TD).square().sum().backward()
+    torch.manual_seed(1)
+    seen_TD = x_TD.float() * torch.empty(6, 16).uniform_(1 - noise, 1 + noise) if noise else x_TD.float()
+    weight = router.weight.detach().clone().requires_grad_()
+    read = 16 if kind is LinearRouter else 8
+    (seen_TD[:, :read] @ weight[:, :read].T).square().sum().backward()
+    torch.testing.assert_close(router.weight.grad, weight.grad, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["threshold", "top_p"])
 def test_the_threshold_that_is_set_counts(kind):
     logits_TN = torch.randn(40, N, generator=torch.Generator().manual_seed(0))

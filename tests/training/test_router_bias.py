@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import RouterBiasCallback, fold_routers, prune_experts, router_bias_updates
+from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.models.native_routers import replace_routers
 from moe_peft.native import export_adapter
 from moe_peft.routing import RouterSettings, load_health, sigmoid_gates, top_k_gates
@@ -133,6 +135,43 @@ def test_it_balances_and_the_balancing_loss_counts_the_biased_choice():
             model(**batch(padded=False))
             update()
     assert before > 0.5 and load() < before / 2
+
+
+def test_an_adapter_begins_without_the_biases_of_another():
+    """The reference that TRL makes of an adapter, with its config, has them."""
+    model = adapted(**BIAS).train()
+    with router_bias_updates(model) as update:
+        model(**batch())
+        update()
+    model.add_adapter("fresh", dataclasses.replace(model.peft_config["default"]))
+    model.add_adapter("ref", model.peft_config["default"])
+    trained, fresh, ref = (
+        [layer.router(name).bias_steps for layer in model.modules() if isinstance(layer, MoELoraLayer)]
+        for name in ("default", "fresh", "ref")
+    )
+    assert any(of.any() for of in trained) and not any(of.any() for of in fresh)
+    assert all(map(torch.equal, trained, ref))
+
+
+def test_layers_of_different_sizes_are_balanced_by_their_own_biases():
+    settings = {"num_experts": 4, "num_experts_pattern": {r"layers\.0\.mlp": 3}, "router_bias_update_rate": 0.01}
+    model = adapted(**settings, router_aux_loss_coef=0.5).train()
+    inputs = batch(padded=False)
+    with router_bias_updates(model) as update:
+        for _ in range(2):
+            out = model(**inputs, output_router_logits=True)
+            update()
+    small, large = routers_of(model)
+    assert (small.num_experts, large.num_experts) == (3, 4) and small.bias_steps.any()
+    out = model(**inputs, output_router_logits=True)
+    losses = []
+    for logits_TN, router in zip(out.router_logits, (small, large), strict=True):
+        n = router.num_experts
+        p = logits_TN[:, :n].softmax(-1)
+        chosen = (p + router.expert_bias).topk(2).indices
+        losses.append(n * (torch.bincount(chosen.flatten(), minlength=n) / len(p) * p.mean(0)).sum())
+    torch.testing.assert_close(out.aux_loss, sum(losses) / 2, rtol=1e-5, atol=1e-6)
+    out.loss.backward()
 
 
 def counted(rank: int, folder: Path) -> None:

@@ -277,6 +277,7 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
             {"router_schedule": "three_phase", "lr_scheduler_type": "cosine"},
             "lr_scheduler_type='cosine': router_schedule='three_phase' sets the learning rate",
         ),
+        ({"router_bias_anneal": 25}, "router_bias_anneal=25: must be a share of the steps, 0 to 1"),
         ({"router_schedule": "three_phase", "warmup_steps": 5}, "warmup_steps=5: router_schedule='three_phase' sets"),
     ],
 )
@@ -616,6 +617,17 @@ def test_a_column_of_the_users_own_is_not_taken_for_labels_of_tokens(tokenizer, 
     data = Dataset.from_list([{**row, "token_labels": [0]} for row in rows(6)])
     with pytest.raises(ValueError, match="token_labels: the train dataset has this column, which label_column creates"):
         make_trainer(tmp_path, tokenizer, data=data, **LABELS)
+
+
+def test_rows_that_are_not_prepared_have_no_labels_of_tokens(tokenizer, tmp_path):
+    ids = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5], "domain": "a"}] * 6
+    skipped = {"dataset_kwargs": {"skip_prepare_dataset": True}, **LABELS}
+    with pytest.raises(ValueError, match="skip_prepare_dataset, no token gets the label of its row"):
+        make_trainer(tmp_path, tokenizer, data=Dataset.from_list(ids), **skipped)
+    own = Dataset.from_list([{**row, "token_labels": [0, 1, 2]} for row in ids])
+    trainer = make_trainer(tmp_path, tokenizer, data=own, **skipped)
+    trainer.train()
+    assert "router_label_loss" in trainer.state.log_history[0]
 
 
 def test_what_a_stage_freezes_is_not_in_its_optimizer(tokenizer, tmp_path):

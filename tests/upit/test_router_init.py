@@ -19,8 +19,8 @@ from moe_peft.training.preparation import tokenized
 from moe_peft.upit.lora_experts import set_routers
 from moe_peft.upit.post_train import post_train
 from moe_peft.upit.router_init import RouterInitTrainer, init_routers
-from moe_peft.upit.routing_vectors import RoutingVectors, record_scores
-from tests.helpers.models import tiny_llama
+from moe_peft.upit.routing_vectors import RoutingVectors, is_vector, record_scores
+from tests.helpers.models import tiny_llama, tiny_opt
 from tests.helpers.upit_case import rows
 
 N, ALPHA, EPOCHS = 4, 0.3, 3
@@ -237,6 +237,49 @@ def test_routing_vectors_only(experts, tokenizer, tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before | after)
     start = RoutingVectors([layer.mlp for layer in tiny_llama().model.layers], seed=1).vectors
     assert all(not torch.equal(router[1], vector) for router, vector in zip(routed.routers, start, strict=True))
+
+
+@pytest.mark.parametrize("train_experts", [True, False])
+def test_the_rate_of_the_vectors_is_constant_whatever_the_experts(
+    train_experts, experts, tokenizer, tmp_path, monkeypatch
+):
+    rates, step = [], RouterInitTrainer.training_step
+
+    def noted(self, *args, **kwargs):
+        vectors = {id(p) for name, p in self.model.named_parameters() if is_vector(name)}
+        groups = self.optimizer.param_groups
+        rates.append([group["lr"] for group in groups if vectors & {id(p) for p in group["params"]}])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(RouterInitTrainer, "training_step", noted)
+    settings = {"lr_scheduler_type": "linear", "warmup_steps": 1, "train_experts": train_experts}
+    run(experts, tokenizer, tmp_path, buckets="random", router_learning_rate=0.02, **settings)
+    assert len(rates) > 4 and all(rate == [0.02] for rate in rates)
+
+
+def test_linears_that_read_flattened_tokens(tokenizer, tmp_path):
+    """OPT's, in batches of several rows."""
+
+    def opt(folder=None):
+        model = tiny_opt()
+        for layer in model.model.decoder.layers:
+            layer.dropout = 0.0
+        return model
+
+    loras = [tmp_path / str(i) for i in range(2)]
+    for i, folder in enumerate(loras):
+        torch.manual_seed(i)
+        config = LoraConfig(r=3, target_modules=["fc1", "fc2"], init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(opt(), config).save_pretrained(folder)
+    losses = {}
+    for size, accumulation in ((4, 1), (1, 4)):
+        folder = tmp_path / f"of {size}"
+        args = arguments(
+            folder, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, logging_steps=1
+        )
+        routed = init_routers(opt, loras, seeds(), args, tokenizer, output_dir=folder, buckets="random")
+        losses[size] = routed.trained[0].history[0]["routing_loss"]
+    assert losses[4] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_vectors_learn_the_inputs_of_their_expert(experts, tokenizer, tmp_path):

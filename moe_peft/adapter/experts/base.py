@@ -42,6 +42,7 @@ class FFNHost(LinearHost, Protocol):
 
     @property
     def base_layer(self) -> Any: ...  # the block
+    def dropout_rate(self, adapter_name: str, /) -> float: ...
     @property
     def moe_lora_spec(self) -> Mapping[str, Any]: ...  # adapter → its experts
     def projection(self, name: str, /) -> nn.Module: ...

@@ -125,7 +125,7 @@ class LoraExperts(Experts):
                 inputs.append(
                     PairInputs([*base.values()], [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs])
                 )
-            dropout = self.lora_dropout if ffn.training else 0.0
+            dropout = ffn.dropout_rate(adapter)
             z_TF, low_down = mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
         return _Branch(z_TF, dispatch, mixes_outputs, low_down)
 

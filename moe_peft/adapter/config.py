@@ -48,6 +48,11 @@ _Settings: Any = make_dataclass(
 )
 
 
+def name_in_base(key: str) -> str:
+    """An adapter's tensor, without the names of what PEFT wraps around the base's modules."""
+    return key.removeprefix("base_model.model.").replace(ALL_ROWS, "").replace(".base_layer", "")
+
+
 def unread_settings(router: type[Router]) -> list[Field]:
     """The fields of `RouterSettings` that routers of this class do not read; all read the jitter noise."""
     return [each for name, each in _ROUTER_SETTINGS.items() if name not in ("jitter_noise", *router.reads)]

@@ -25,7 +25,7 @@ from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from .base_model import embeddings_name, short_names
-from .config import ALL_ROWS, EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, trained_tokens
+from .config import EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, name_in_base, trained_tokens
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
@@ -273,7 +273,7 @@ def _stacked(
                 continue
             missing, factor = experts.rank - len(lora.A[module]), lora_scaling(lora.config, module) / scaling
             A.append(pad(lora.A[module], (0, 0, 0, missing)))
-            B.append(pad(lora.B[module] if factor == 1 else lora.B[module] * factor, (0, missing)))
+            B.append(pad(lora.B[module] if factor == 1 else lora.B[module].float() * factor, (0, missing)))
         if module in averaged:
             A, B = [torch.cat(A)], [torch.cat(B, dim=1)]
         try:
@@ -438,7 +438,7 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     for key, tensor in state.items():
         if not tensor.isfinite().all():
             raise InputError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
-        module, _, kind = key.removeprefix(_PREFIX).replace(ALL_ROWS, "").partition(".lora_")
+        module, _, kind = name_in_base(key).partition(".lora_")
         if module.endswith(_EMBEDDINGS):
             _check_embeddings(name, module, tensor, model)
             continue

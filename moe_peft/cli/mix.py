@@ -81,9 +81,6 @@ def destinations(settings: MixSettings) -> list[str]:
         ]
     folder = open_folder(output, "output", MoELoraFolder, base=settings.base)
     lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
-    linears = {len(A_NRI) for key, A_NRI in folder.tensors.items() if key.endswith(".moe_lora_A.weight")}
-    if linears == {1} and not settings.attention:
-        lines.append("attention is the mean of the adapters: try --attention route, too, if you need no export")
     try:
         check_served(folder)
         lines.append(f"vLLM: vllm serve {output}")

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
-from ..adapter.layers import MoELoraLayer, MoELoraLinear
+from ..adapter.layers import MoELoraLayer
 from ..adapter.lora_conversion import averaged_linears, expert_to_lora, lora_to_moe
 from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
@@ -90,13 +90,13 @@ def put_expert(
     averaged = _averaged(model, folder)
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_experts)]
     loras += [adapter] if expert is None else []
-    routes = any(isinstance(model.get_base_model().get_submodule(path), MoELoraLinear) for path in gates)
-    result = lora_to_moe(model.unload(), loras, attention="route" if routes else "mean", **settings)
+    result = lora_to_moe(model.unload(), loras, attention="mean" if averaged else "route", **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
         raise InputError(
-            f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {folder}"
+            f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {folder}; mix "
+            "all adapters anew"
         )
     kept = [i for i in range(config.num_experts) if i != expert]
     for path, router in new.items():

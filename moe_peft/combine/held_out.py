@@ -53,7 +53,7 @@ class HeldOut:
         merged = next((self.losses[way] for way in self.losses if way.startswith("mean of the ")), None)
         if merged is not None:
             better = [domain for domain in domains if routed[domain] < merged[domain]]
-            worse = [domain for domain in domains if domain not in better]
+            worse = [domain for domain in domains if routed[domain] > merged[domain]]
             lines.append(
                 f"{gates} beat merging (the mean) in {len(better)} of {len(domains)} domains"
                 + (f"; they lose to it in {', '.join(worse)}." if worse else ".")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from pydantic import Field, model_validator
 from transformers.utils.logging import tqdm
 
@@ -33,9 +33,9 @@ from ..native.folders import (
 from ..native.safetensors_io import new_folder
 from ..native.upcycle import mean_model
 from ..routing.expert_map import label_text
-from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels
+from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
 from ..training.preparation import calibration_batches, preparation, tokenized
-from ..utils.io import read_json, write_json
+from ..utils.io import read_json, reading, write_json
 from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
@@ -191,8 +191,7 @@ class Source:
                 logger.warning(
                     "%s: rows of %s are left out: no expert has that name", named, ", ".join(sorted(left)[:8])
                 )
-        shared = set.intersection(*(set(part.column_names) for part in parts)) - {"expert", "negative"}
-        parts = [part.select_columns(sorted(shared)) for part in parts]
+        parts = with_shared_format(parts, named)
         for part in parts:
             check_rows(part, named, self.tokenizer)
         return [
@@ -228,7 +227,7 @@ class Source:
             tests = [drawn(part, len(part), s.seed) for part in tests]
         tests = [part.select(range(min(s.test_examples, len(part)))) for part in tests]
         used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
-        return concatenate_datasets(used), concatenate_datasets(tests)
+        return _joined(used, "--data"), _joined(tests, "--data" if s.test_data is None else "--test-data")
 
     def of_prompts(self) -> Dataset:
         prompts, labels = self.settings.prompts or {}, self.labels
@@ -258,6 +257,12 @@ class Source:
         of_label = rows_of_labels(rows["expert"])
         parts = {label: rows.select(of_label[i]) for i, label in enumerate(self.labels) if i in of_label}
         return Parts(parts, collator, self.settings.batch_size)
+
+
+def _joined(parts: Sequence[Dataset], field: str) -> Dataset:
+    """All rows; of messages, some may have keys that others lack."""
+    with reading(f"{field}: rows of its files do not go together"):
+        return Dataset.from_list([row for part in parts for row in part])
 
 
 def labels_of(settings: MixSettings) -> list[str]:
@@ -314,9 +319,10 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             n += settings.replace is None
             if len(labels) != n:
                 raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
-        base, tokenizer = common_base([*adapters, *([] if mixture is None else [mixture])]), adapters[0].tokenizer
-        check_tokenizer(tokenizer, base.config, adapters[0])
-        warn_of_templates([*adapters, *([] if mixture is None else [mixture])])
+        parts = [*adapters] if mixture is None else [mixture, *adapters]
+        base, tokenizer = common_base(parts), parts[0].tokenizer
+        check_tokenizer(tokenizer, base.config, parts[0])
+        warn_of_templates(parts)
         former = None
         if mixture is not None and settings.gates == "ridge" and settings.replace is None:
             former = read_sums(mixture.folder, mixture.config.num_experts)
@@ -372,21 +378,22 @@ def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
     return bases[0]
 
 
-def warn_of_templates(adapters: Sequence[AdapterFolder]) -> None:
-    """Warn if adapters were trained with different chat templates, of which a mixture has the first one's."""
-    templates = [adapter.tokenizer.chat_template for adapter in adapters]
-    for adapter, template in zip(adapters, templates, strict=True):
-        if template != templates[0]:
-            logger.warning(
-                "%s has another chat template than %s, whose template the mixture uses: prompts may not look as in "
-                "its training",
-                adapter, adapters[0],
-            )  # fmt: skip
+def warn_of_templates(parts: Sequence[AdapterFolder | DenseFolder]) -> None:
+    """Warn if experts were trained with different chat templates or EOS tokens: a mixture has the first one's."""
+    for name, what in (("chat_template", "chat template"), ("eos_token", "EOS token")):
+        values = [getattr(part.tokenizer, name) for part in parts]
+        for part, value in zip(parts, values, strict=True):
+            if value != values[0]:
+                logger.warning(
+                    "%s has another %s than %s, whose %s the mixture uses: texts may not look as in its training",
+                    part, what, parts[0], what,
+                )  # fmt: skip
 
 
 def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     paths = settings.models or []
     models = [open_folder(path, "models", DenseFolder) for path in paths]
+    warn_of_templates(models)
     source = Source(settings, labels, models[0].tokenizer)
     calibration, held_out = source.split()
     parts = None if held_out is None else source.parts(held_out)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from ..adapter.config import ALL_ROWS, TOKEN_ROWS, MoELoraConfig, trained_tokens
+from ..adapter.config import TOKEN_ROWS, MoELoraConfig, name_in_base, trained_tokens
 from ..adapter.experts import EXPERTS, Experts
 from ..models.introspection import NAMES_FIELD
 from ..routing.routers import make_router
@@ -28,8 +28,6 @@ from .families import DENSE_BLOCK
 from .folders import DenseFolder, MoELoraFolder, NativeFolder, expect, open_folder
 from .model_folder import EMBEDDINGS, HEAD, parse_dtype, parse_size, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
-
-_PREFIX = "base_model.model."
 
 # --- export ----------------------------------------------------------------------------------------------------------
 
@@ -81,7 +79,8 @@ def export_adapter(
         content.dense.moe,
         moe,
         content,
-        copied=[content.dense.folder, folder.folder],
+        base=content.dense.folder,
+        tokenizer=folder.folder if folder.has_tokenizer else content.dense.folder,
         dtype=content.dense.dtype if dtype is None else parse_dtype(dtype),
         max_shard_size=parse_size(max_shard_size),
         bases=[content.dense.path],
@@ -97,7 +96,7 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
     _count_added_tokens(state, dense.config)
     content = adapted_content(state, config, dense)
     for key in adapter.shapes:  # the base's tensor would replace one that is missing
-        name = key.removeprefix(_PREFIX)
+        name = name_in_base(key)
         if name not in state and ".moe_lora_router." not in name:  # which are read by now
             raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
     moe = moe_config(
@@ -117,7 +116,7 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
 
 def _state(adapter: MoELoraFolder) -> dict[str, torch.Tensor]:
     """Its tensors by their names below the base."""
-    return {key.removeprefix(_PREFIX).replace(ALL_ROWS, ""): w for key, w in adapter.tensors.items()}
+    return {name_in_base(key): w for key, w in adapter.tensors.items()}
 
 
 def _count_added_tokens(state: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> None:

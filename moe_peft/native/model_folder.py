@@ -22,12 +22,12 @@ from .safetensors_io import ShardedWriter, new_folder
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GENERATION_CONFIG = "generation_config.json"
-# Files beside the weights that belong to the new model too.
-_COMPANIONS = (GENERATION_CONFIG, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-               "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates/*")  # fmt: skip
-# Files that the base's terms require to be passed on.
+# Files beside the weights that belong to the new model too: those of the tokenizer, which belong together …
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+              "chat_template*", "*.tiktoken", "additional_chat_templates/*")  # fmt: skip
+# … and those that the base's terms require to be passed on.
 TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
-COMPANIONS = (*_COMPANIONS, *TERMS)
+COMPANIONS = (GENERATION_CONFIG, *_TOKENIZER, *TERMS)
 
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints hold it, and models compute it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +40,8 @@ def write_moe(
     config: PreTrainedConfig,
     content: Content,
     *,
-    copied: Sequence[Path],
+    base: Path,
+    tokenizer: Path,
     dtype: torch.dtype,
     max_shard_size: int,
     bases: Sequence[str],
@@ -51,13 +52,13 @@ def write_moe(
     Write a MoE folder: weights under their names on disk, the config, the files that go with them, and a model card.
 
     Args:
-        copied: folders from which tokenizer, chat template and generation config are copied; a later one's files
-            replace an earlier one's. The terms of use are the first one's.
+        base: the folder whose generation config and terms of use are copied.
+        tokenizer: the folder whose tokenizer and chat template are.
         max_shard_size: bytes.
         bases, made: what it was made from, and how: see `write_model_card`.
         eos_token_id: a further EOS token; None: the base's config has all.
     """
-    for source in copied:  # before any work
+    for source in (base, tokenizer):  # before any work
         companions(source)
     config.dtype = dtype
     backbone = backbone_shapes(config)
@@ -71,9 +72,8 @@ def write_moe(
                 for part in family.parts(config, layer, content):
                     writer.write(part.name, part.tensor, part.start)
         # What goes with them.
-        copy_companions(copied[0], folder)
-        for source in copied[1:]:
-            copy_companions(source, folder, _COMPANIONS)
+        copy_companions(base, folder, (GENERATION_CONFIG, *TERMS))
+        copy_companions(tokenizer, folder, _TOKENIZER)
         if eos_token_id is not None:
             _add_eos_token(eos_token_id, config, folder / GENERATION_CONFIG)
         config.save_pretrained(folder)

@@ -30,6 +30,8 @@ from ..utils.messages import InputError, one_line
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
+# Others that a tokenization reads.
+_READ = {"tools", "chat_template_kwargs", "labels", "attention_mask", "completion_mask", "assistant_masks"}
 MOST_DOMAINS = 1000  # that are evaluated one by one; more are not domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -100,6 +102,15 @@ def load_data(
         removed = [name for name in ("conversations",) if name in dataset.column_names]
         dataset = dataset.map(_to_messages, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+def with_shared_format(parts: Sequence[Dataset], field: str) -> list[Dataset]:
+    """Datasets with those columns that a tokenization reads and all of them have."""
+    shared = set.intersection(*(set(part.column_names) for part in parts)) & _READ.union(*SUPERVISED)
+    if not any(columns <= shared for columns in SUPERVISED):
+        formats = "; ".join(sorted({", ".join(part.column_names) for part in parts}))
+        raise InputError(f"{field}: its files have no format in common ({formats}); give all of them the same columns")
+    return [part.select_columns(sorted(shared)) for part in parts]
 
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}

@@ -48,26 +48,33 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
     Args:
         source: the field and its value, for messages.
     """
-    if Path(folder).exists():
-        path = Path(folder, ADAPTER_CONFIG)
-        if not path.is_file():
-            raise InputError(f"{source}: is not a folder with {ADAPTER_CONFIG}")
-        saved = read_json(path)
-        kind = saved.get("peft_type")
-        if kind not in list(PeftType):
-            raise InputError(
-                f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
-            )
-        if kind in ("MOE_LORA", "LORA"):
-            _check_fields(saved, source, kind)
-        _check_sizes(saved, source)
-        _check_patterns(saved, source)
+    path = _adapter_file(folder, ADAPTER_CONFIG, source)
+    if not path.is_file():
+        raise InputError(f"{source}: is not a folder with {ADAPTER_CONFIG}")
+    saved = read_json(path)
+    kind = saved.get("peft_type")
+    if kind not in list(PeftType):
+        raise InputError(
+            f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
+        )
+    if kind in ("MOE_LORA", "LORA"):
+        _check_fields(saved, source, kind)
+    _check_sizes(saved, source)
+    _check_patterns(saved, source)
     with reading(source):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
     if not isinstance(base, (str, type(None))):
         raise InputError(f"{source}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
     return config
+
+
+def _adapter_file(folder: str | os.PathLike, name: str, source: object) -> Path:
+    """A file of an adapter's folder, or of its name on the hub."""
+    if Path(folder).exists():
+        return Path(folder, name)
+    with reading(source):
+        return Path(hf_hub_download(os.fspath(folder), name))
 
 
 def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
@@ -142,10 +149,7 @@ def adapter_weights(folder: str | os.PathLike, source: object) -> Path:
     The file of an adapter's tensors: a folder's, or that of a name on the hub, where PEFT would take a pickled one. Its
     header is checked; no tensor is read.
     """
-    path = Path(folder, ADAPTER_WEIGHTS)
-    if not Path(folder).exists():
-        with reading(f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
-            path = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS))
+    path = _adapter_file(folder, ADAPTER_WEIGHTS, f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read")
     if not path.is_file():
         raise InputError(f"{source}: {no_weights(path.parent, ADAPTER_WEIGHTS)}")
     with open_safetensors(path, source) as file:

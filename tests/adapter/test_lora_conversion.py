@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
@@ -60,6 +60,35 @@ def test_each_expert_alone_gives_its_loras_logits(mixing: str):
             if name.endswith("moe_lora_router.default"):
                 force_expert(module, i)
         assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_scalings_of_half_precision_adapters_are_folded_in_float32(first: int, tmp_path):
+    alphas = (8, 11)
+    for i, alpha in enumerate(alphas):
+        model = lora(i, lora_alpha=alpha)
+        state = {key: value.bfloat16() for key, value in get_peft_model_state_dict(model).items()}
+        model.save_pretrained(tmp_path / str(i))
+        save_file(state, tmp_path / str(i) / "adapter_model.safetensors")
+    order = [tmp_path / str(i) for i in (first, 1 - first)]
+    moe = lora_to_moe(tiny_llama(), order, top_k=1).eval()
+    for i, folder in enumerate(order):
+        with torch.no_grad(), force_experts(moe, i):
+            assert_close_to_scale(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
+
+
+def test_a_lora_on_the_head_is_an_expert_beside_the_head_that_peft_saves(tmp_path):
+    """Its weights must be the base's."""
+    for i in range(2):
+        lora(i, targets=[*FFN, "lm_head"]).save_pretrained(tmp_path / str(i), save_embedding_layers=True)
+    folders = [tmp_path / str(i) for i in range(2)]
+    assert "base_model.model.lm_head.base_layer.weight" in load_file(folders[0] / "adapter_model.safetensors")
+    moe = lora_to_moe(tiny_llama(), folders, top_k=1).eval()
+    for i, folder in enumerate(folders):
+        with torch.no_grad(), force_experts(moe, i):
+            assert_close_to_scale(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
+    with pytest.raises(ValueError, match=r"lm_head.weight is not the base's"):
+        lora_to_moe(tiny_llama(seed=5), folders)
 
 
 def force_expert(router: torch.nn.Module, i: int) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.combine.experts import put_expert
@@ -17,7 +19,7 @@ from moe_peft.combine.held_out import alone
 from moe_peft.combine.mix import mix
 from moe_peft.combine.sums import read_sums
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import tiny_llama, tiny_opt
 
 ALL = [str(name) for name in (*DOMAINS, "d")]
 
@@ -176,11 +178,27 @@ def test_an_expert_takes_its_own_part_of_the_mean(replace, case, tmp_path):
             torch.testing.assert_close(model(ids).logits, adapter(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_an_expert_on_attention_joins_a_mixture_of_ffns(case, tmp_path):
+def test_an_expert_on_attention_does_not_join_a_mixture_of_ffns(case, tmp_path):
+    """As one LoRA for all, its part would be in every expert; a router of its own has no texts of the others."""
     write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
     base = AutoModelForCausalLM.from_pretrained(case / "base")
-    model = put_expert(base, case / "mixed", tmp_path / "attention")
-    assert model.peft_config["default"].num_experts_pattern == {"q_proj": 1}
+    with pytest.raises(ValueError, match=r"q_proj has experts and a router in only one of it and .*; mix all .* anew"):
+        put_expert(base, case / "mixed", tmp_path / "attention")
+
+
+def test_an_expert_joins_where_the_ffns_are_linears_and_attention_is_the_mean(tmp_path):
+    for i in range(3):
+        torch.manual_seed(i)
+        config = LoraConfig(target_modules=["q_proj", "fc1", "fc2"], init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(tiny_opt(), config).save_pretrained(tmp_path / str(i))
+    folders = [tmp_path / str(i) for i in range(3)]
+    lora_to_moe(tiny_opt(), folders[:2], attention="mean").save_pretrained(tmp_path / "mixed")
+    model = put_expert(tiny_opt(), tmp_path / "mixed", folders[2]).eval()
+    expected = lora_to_moe(tiny_opt(), folders, attention="mean").eval()
+    ids = torch.arange(3, 27).view(2, 12)
+    for i in range(3):
+        with torch.no_grad(), force_experts(model, i), force_experts(expected, i):
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_the_rows_of_tokens_stay_as_the_others_have_them(case, tmp_path):
@@ -233,6 +251,22 @@ def test_an_expert_joins_with_its_own_texts_alone(case, tmp_path):
     for a, b in zip(sums, expected, strict=True):
         for name in ("xx", "xy"):
             torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_mixture_keeps_its_tokenizer(case, tmp_path, tokenizer, caplog):
+    """The new expert has none of its own."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template, tokenizer.eos_token = "{{ messages }}", "w5"
+    shutil.copytree(case / "mixed", tmp_path / "mixed")
+    tokenizer.save_pretrained(tmp_path / "mixed")
+    mix(settings(
+        case, output=str(tmp_path / "out"), adapters=[str(case / "d")], add_to=str(tmp_path / "mixed"),
+        data=[str(case / "four.jsonl")],
+    ))  # fmt: skip
+    kept = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (kept.chat_template, kept.eos_token) == ("{{ messages }}", "w5")
+    said = " ".join(record.message for record in caplog.records)
+    assert "d' has another chat template than add_to=" in said and "d' has another EOS token than add_to=" in said
 
 
 def test_rows_of_the_new_expert_alone_need_sums(case, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +153,25 @@ def test_a_file_for_each_expert_is_a_column(case, tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_files_need_only_a_format_in_common(case, tmp_path):
+    """Other columns may differ, and so may what messages have beside role and content."""
+
+    def losses(name: str, *files: list[dict[str, Any]]) -> dict[str, Any]:
+        paths = [tmp_path / f"{name} {i}.jsonl" for i in range(3)]
+        for path, content in zip(paths, files, strict=True):
+            path.write_text("\n".join(map(json.dumps, content)))
+        data = {"data": [*map(str, paths)], "label_column": None}
+        return mix(settings(case, output=str(tmp_path / name), **data)).losses
+
+    texts = [[{"text": row["text"]} for row in rows() if row["domain"] == domain] for domain in DOMAINS]
+    ids = ({"id": 1}, {"id": "one", "meta": {"a": 1}}, {"meta": {"b": None}})
+    plain = losses("plain", *texts)
+    assert plain == losses("with ids", *([{**row, **more} for row in of] for of, more in zip(texts, ids, strict=True)))
+    messages = [{"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}] * 4
+    with pytest.raises(ValueError, match=r"--data: its files have no format in common \(messages; text\)"):
+        losses("mixed", messages, *texts[1:])
+
+
 def test_prompts_in_place_of_data(case, tmp_path, tokenizer):
     prompts = {name: {"positive": ["w5 w6", f"w{40 * i + 9}"], "negative": ["w7"]} for i, name in enumerate(DOMAINS)}
     out = tmp_path / "out"
@@ -200,6 +221,16 @@ def test_dense_models_become_a_native_moe(case, tmp_path, tokenizer):
         parameter.data = torch.stack([parameter.data, *(p.data for p in others)]).double().mean(0).float()
     close(measured.losses["mean of the models"], losses(dense[0], tokenizer))
     assert all(shares[i] == max(shares) for i, shares in enumerate(measured.reached.values()))
+
+
+def test_models_with_other_end_tokens_are_warned_of(case, tmp_path, tokenizer, caplog):
+    shutil.copytree(case / "dense-b", tmp_path / "other")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = "w5"
+    tokenizer.save_pretrained(tmp_path / "other")
+    models = [str(case / "dense-a"), str(tmp_path / "other")]
+    mix(settings(case, output=str(tmp_path / "out"), adapters=None, models=models, labels=["a", "b"]))
+    assert any("other' has another EOS token than models=" in record.message for record in caplog.records)
 
 
 def test_bfloat16_models_are_averaged_as_the_mixture_is(case, tmp_path):
@@ -281,7 +312,7 @@ def test_an_expert_of_another_base_does_not_join(case, tmp_path):
     adapters = with_base(case, tmp_path, base_model_name_or_path=str(tmp_path / "other"))
     mix(settings(case, output=str(tmp_path / "mixed"), adapters=adapters[:2], **OF_ARROW))
     options = {"add_to": str(tmp_path / "mixed"), **OF_ARROW}
-    with pytest.raises(ValueError, match=r"add_to=.*: its base is .*; experts of one mixture need one base"):
+    with pytest.raises(ValueError, match=r"adapters=.*: its base is .*, that of add_to=.*; experts of one mixture"):
         mix(settings(case, output=str(tmp_path / "out"), adapters=adapters[2:], **options))
 
 

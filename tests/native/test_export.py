@@ -286,13 +286,17 @@ def test_companions_of_base_and_adapter(tokenizer, tmp_path):
     tokenizer.save_pretrained(name)
     adapter(base, tmp_path / "adapter", name)
     tokenizer = copy.deepcopy(tokenizer)  # the other tests' has no template
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(tmp_path / "adapter")
+    tokenizer.chat_template, tokenizer.eos_token = "{{ messages }}", "w5"
+    tokenizer.save_pretrained(tmp_path / "adapter", save_jinja_files=False)
+    # What older versions of transformers wrote, and would win over the adapter's.
+    (tmp_path / "base/special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    (tmp_path / "base/chat_template.jinja").write_text("of the base")
     for folder in ("base", "adapter"):
         (tmp_path / folder / "LICENSE").write_text(f"of the {folder}")
     out = export_adapter(tmp_path / "adapter", tmp_path / "moe")
     assert (out / "LICENSE").read_text() == "of the base"
-    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
+    exported = AutoTokenizer.from_pretrained(out)
+    assert (exported.chat_template, exported.eos_token) == ("{{ messages }}", "w5")
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
 
 

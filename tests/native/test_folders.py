@@ -23,6 +23,7 @@ from moe_peft.native.folders import (
     open_folder,
 )
 from moe_peft.pruning import prune_experts
+from moe_peft.utils import loading
 from tests.helpers.native_case import IDS, adapter, dense_model, saved
 
 KINDS = {
@@ -77,6 +78,19 @@ def test_names_on_the_hub(world, monkeypatch):
         assert type(find_adapter(f"org/{name}", "model")) is KINDS[name]
     assert find_adapter("org/dense", "model") is None
     assert [AdapterFolder(f"org/{name}", "model").has_tokenizer for name in ("moe", "dense")] == [False, True]
+
+
+def test_a_config_on_the_hub_is_checked_like_a_folders(world, tmp_path, monkeypatch):
+    shutil.copytree(world / "lora", tmp_path / "org/lora")
+    path = tmp_path / "org/lora/adapter_config.json"
+    monkeypatch.setattr(loading, "hf_hub_download", lambda name, file, **_: str(tmp_path / name / file))
+    for changes, message in (
+        ({"use_mora": True}, "use_mora=True: this version of PEFT"),
+        ({"r": 10**9}, "r=1000000000"),
+    ):
+        path.write_text(json.dumps({**json.loads((world / "lora/adapter_config.json").read_text()), **changes}))
+        with pytest.raises(ValueError, match=f"org/lora.*{message}"):
+            loading.read_adapter_config("org/lora", "adapters='org/lora'")
 
 
 def test_an_adapters_base_has_the_revision_that_it_names(world, tmp_path):

@@ -170,13 +170,15 @@ class MoELoraModel(BaseTuner):
 
     def _set_alpha(self, adapter_name: str) -> None:
         """
-        Write an alpha that was left out into the adapter's config, not the user's: scalings stay when `top_k` or the
-        experts change later.
+        Write an alpha that was left out into the adapter's config: scalings stay when `top_k` or the experts change
+        later. A config of a new adapter may be used for the next one, so it is copied; a loaded adapter has its own.
         """
-        config = copy.copy(cast(MoELoraConfig, self.peft_config[adapter_name]))
+        config = cast(MoELoraConfig, self.peft_config[adapter_name])
         if config.lora_alpha is not None or "lora_alpha" in EXPERTS[config.expert_type].unread:
             return
-        self.peft_config[adapter_name], config.alpha_pattern = config, {**config.alpha_pattern}
+        if not config.inference_mode:
+            config = self.peft_config[adapter_name] = copy.copy(config)
+        config.alpha_pattern = {**config.alpha_pattern}
         config.lora_alpha = usual_alpha(config.r, config.top_k, config.use_rslora)
         alphas = {
             name.replace(".base_layer", ""): layer.moe_lora_spec[adapter_name].lora_alpha

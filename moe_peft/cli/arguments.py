@@ -18,7 +18,6 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from peft import PeftConfig
-from transformers import TrainingArguments
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
@@ -108,6 +107,7 @@ class Options:
         adapter: fields of `MoELoraConfig`.
         run: the command's own.
         has_rate: whether the user set a learning rate.
+        given: the values of all options before any class derived others from them.
     """
 
     data: ScriptArguments
@@ -116,6 +116,7 @@ class Options:
     adapter: dict[str, Any]
     run: RunOptions
     has_rate: bool
+    given: dict[str, Any]
 
     @cached_property
     def base(self) -> Base:
@@ -238,6 +239,7 @@ class TrainingParser(GroupedParser, TrlParser):
             raise InputError("dataset_name=None: name a file, a folder or a dataset")
         if options.dry_run and not torch.accelerator.is_available():
             self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+            options = self.parse_known_args(arguments)[0]
         try:
             model, data, adapter, training, run, _ = self.parse_args_into_dataclasses(arguments)
         except ValueError as error:
@@ -254,7 +256,7 @@ class TrainingParser(GroupedParser, TrlParser):
             model = ModelConfig(**vars(model))
         names = {self._spelled(argument).partition("=")[0] for argument in arguments}
         has_rate = "learning_rate" in settings or "--learning_rate" in names
-        return Options(data, training, model, vars(adapter), run, has_rate)
+        return Options(data, training, model, vars(adapter), run, has_rate, vars(options))
 
     def _read(self, path: str) -> dict[str, Any]:
         """The settings of a YAML file."""
@@ -316,12 +318,10 @@ def training_stages(options: Options) -> dict[str, Any]:
         for key in _OF_ALL_STAGES.keys() & settings.keys():
             raise InputError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
         validate(type(training), settings, path)
-        common = {key: getattr(training, key) for key in names}
+        common = {key: options.given[key] for key in names} | {"learning_rate": training.learning_rate}
         folder = str(Path(training.output_dir, name))
         with prefixed(path):
-            stage_args[path] = type(training)(
-                **{**common, "output_dir": folder, **_resolved(settings), **settings, "training_stage": name}
-            )
+            stage_args[path] = type(training)(**{**common, "output_dir": folder, **settings, "training_stage": name})
     return stage_args
 
 
@@ -331,14 +331,3 @@ def _labels_alone(training: Any) -> bool:
         return False
     whenever = training.training_stage == "joint" and training.router_schedule == "constant"
     return whenever and not training.router_label_mask
-
-
-def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that a stage changes, under the other names that the arguments of all stages have given them."""
-    changes: dict[str, Any] = {"bf16": False} if settings.get("fp16") else {}
-    names = {f.name for f in dataclasses.fields(TrainingArguments)}
-    for name in settings:
-        alias = name.replace("gradient_", "activation_")
-        if name.startswith("gradient_checkpoint") and alias in names:
-            changes[alias] = settings[name]
-    return changes

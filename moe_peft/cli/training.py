@@ -58,11 +58,9 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
     if config is not None and adapter_rate is not None and not options.has_rate:
         options.training.learning_rate = adapter_rate
     stages = training_stages(options)
-    rates = [f"{path + ': ' if path else ''}learning_rate={args.learning_rate:g}" for path, args in stages.items()]
-    default = "" if options.has_rate else ", the default; --learning_rate sets another"
-    PartialState().print(f"{', '.join(rates)}{default}", flush=True)
+    PartialState().print(_rates(options, stages), flush=True)
     for section, args in stages.items():
-        _check_early_stopping(options.run.early_stopping_patience, args, f"{section}." if section else "")
+        _check_best(options.run.early_stopping_patience, args, f"{section}." if section else "")
     for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in stages.values()):
         change = config and changed_embeddings(path, "chat_template_path", tokenizer, base.config)
         if change:
@@ -106,18 +104,37 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
     leave_processes()
 
 
+def _rates(options: Options, stages: Mapping[str, Any]) -> str:
+    """The learning rate of each stage, and which are the default."""
+    own: Mapping[str, Any] = options.run.stages if isinstance(options.run.stages, dict) else {}
+    rates, any_default = [], False
+    for section, args in stages.items():
+        is_default = not options.has_rate and "learning_rate" not in (own.get(args.training_stage) or {})
+        any_default |= is_default
+        name = f"{section}: " if section else ""
+        rates.append(f"{name}learning_rate={args.learning_rate:g}{', the default' if is_default else ''}")
+    return "; ".join([*rates, *(["--learning_rate sets another"] if any_default else [])])
+
+
 def _measured(
     options: Options, trainer_class: Any, stages: Mapping[str, Any], config: MoELoraConfig | None, data: Dataset
 ) -> dict[str, Measured]:
     """Section → what optimizer steps take here, measured on a few that are thrown away."""
     model, config = _load_model(options, config)
-    if config is not None:
-        model = get_peft_model(model, config)
 
     def make_trainer(args: Any, rows: Dataset) -> Any:
-        return trainer_class(model=model, args=args, train_dataset=rows, processing_class=options.tokenizer)
+        nonlocal model, config
+        trainer = trainer_class(
+            model=model, args=args, train_dataset=rows, processing_class=options.tokenizer, peft_config=config
+        )
+        model, config = trainer.model, None
+        return trainer
 
-    return {path: measured_steps(make_trainer, args, data) for path, args in stages.items()}
+    measured = {}
+    for path, args in stages.items():
+        measured[path] = measured_steps(make_trainer, args, data)
+        _drop_reference(model)
+    return measured
 
 
 def _train(
@@ -138,9 +155,12 @@ def _train(
             trainer.earlier_training = facts
             if (patience := options.run.early_stopping_patience) is not None:
                 trainer.add_callback(EarlyStoppingCallback(patience))
+                args.restore_callback_states_from_checkpoint = True  # how long it has waited
             train(trainer, keep=None, **start)
         facts = trainer.training_facts()
         model, config = trainer.model, None
+        if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            _drop_reference(model)
     save_full_weights(trainer)
     trainer.save_model(str(folder))
     if options.training.push_to_hub:
@@ -155,11 +175,23 @@ def _train(
     trainer.accelerator.print(f"next: {'; '.join(nexts).format(folder)}")
 
 
-def _check_early_stopping(patience: int | None, args: Any, section: str) -> None:
+def _drop_reference(model: Any) -> None:
+    """Drop the copy of an adapter that DPO compares it with; the next stage has its own, of what it starts from."""
+    if isinstance(model, PeftModel) and "ref" in model.peft_config:
+        model.delete_adapter("ref")
+
+
+def _check_best(patience: int | None, args: Any, section: str) -> None:
     """
     Raises:
-        ValueError: no evaluation could stop the training, or its best step would not be the result.
+        ValueError: the best step might have no checkpoint, or would not be the result of a training that it stops.
     """
+    by_steps = args.load_best_model_at_end and args.eval_strategy == "steps"
+    if by_steps and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
+        raise InputError(
+            f"{section}save_steps={args.save_steps}: load_best_model_at_end finds only steps that were saved; set it "
+            f"to eval_steps={args.eval_steps:g}"
+        )
     if patience is None:
         return
     field = f"early_stopping_patience={patience!r}"

@@ -14,6 +14,7 @@ import psutil
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -29,7 +30,7 @@ from ..utils.loading import chat_template
 from ..utils.messages import InputError, choice_error, refused_settings
 from .data import drawn
 from .preparation import for_one_trainer
-from .schedule import steps_and_rows
+from .schedule import schedule_name, steps_and_rows
 from .trainable import freeze_for_stage
 
 _SAMPLED_ROWS = 500  # for lengths
@@ -82,18 +83,20 @@ class Memory:
     Args:
         weights: all of them, quantized ones at their packed size.
         gradients, optimizer: of the trainable parameters.
+        reference: a second model, which DPO compares the first with if all of it is trained.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    reference: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.reference
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {gib(size)}" for name, size in asdict(self).items())
+        return ", ".join(f"{name} {gib(size)}" for name, size in asdict(self).items() if size or name != "reference")
 
 
 def gib(size: int) -> str:
@@ -127,7 +130,9 @@ def memory(
     shares = {name: -(-getattr(needed, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
     if "weights" in shares and launch.processes > 1:
         shares["weights"] = min(shares["weights"] + 2 * largest + outside, needed.weights)
-    return replace(needed, **shares)
+    needed = replace(needed, **shares)
+    has_reference = not getattr(args, "precompute_ref_log_probs", True) and not isinstance(model, PeftModel)
+    return replace(needed, reference=needed.weights if has_reference else 0)
 
 
 def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -300,8 +305,8 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
     stride = max(1, len(data) // _SAMPLED_ROWS)
     limit = args.max_length or float("inf")
     template = chat_template(getattr(args, "chat_template_path", None), "chat_template_path")
-    lengths = [row_tokens(tokenizer, data[i], template) for i in range(0, len(data), stride)]
-    cut = [min(length, limit) for length in lengths]
+    sampled = [row_tokens(tokenizer, data[i], template) for i in range(0, len(data), stride)]
+    lengths, cut = [sum(texts) for texts in sampled], [sum(min(n, limit) for n in texts) for texts in sampled]
     if getattr(args, "packing", False) and args.max_length:
         kept = cut if args.packing_strategy == "bfd" else lengths  # others split what is too long
         tokens = len(data) * statistics.fmean(kept)
@@ -309,23 +314,25 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
     return Rows(len(data), statistics.fmean(cut))
 
 
-def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> int:
+def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> list[int]:
     """
-    Tokens of a row, before truncation, in the formats that TRL takes; of a preference, those of both answers.
+    Tokens of a row's texts, before truncation, in the formats that TRL takes; a preference has two, one of each answer.
 
     Args:
         template: of chats; None: the tokenizer's.
     """
     if "input_ids" in row:
-        return len(row["input_ids"])
+        return [len(row["input_ids"])]
     if "messages" in row:
-        return _tokens(tokenizer, row["messages"], template)
-    if "chosen" in row and "rejected" in row:
+        texts = [row["messages"]]
+    elif "chosen" in row and "rejected" in row:
         prompt = row.get("prompt", type(row["chosen"])())
-        return sum(_tokens(tokenizer, prompt + row[answer], template) for answer in ("chosen", "rejected"))
-    if "prompt" in row and "completion" in row:
-        return _tokens(tokenizer, row["prompt"] + row["completion"], template)
-    return _tokens(tokenizer, row["text"], template)
+        texts = [prompt + row[answer] for answer in ("chosen", "rejected")]
+    elif "prompt" in row and "completion" in row:
+        texts = [row["prompt"] + row["completion"]]
+    else:
+        texts = [row["text"]]
+    return [_tokens(tokenizer, text, template) for text in texts]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]], template: str | None) -> int:
@@ -336,13 +343,10 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, st
 
 def training_line(args: SFTConfig) -> str:
     """Learning rate, schedule, context and gradient checkpointing in words."""
-    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    router_schedules = {"three_phase": "in three phases", "step_decay": "with step decay"}
-    schedule = router_schedules.get(getattr(args, "router_schedule", ""), schedule)
     checkpointing = "on, which takes a third more time" if args.gradient_checkpointing else "off"
     router_rate = getattr(args, "router_learning_rate", None)
     of_routers = "" if router_rate is None else f" (routers {router_rate:g})"
     return (
-        f"learning rate {args.learning_rate:g}{of_routers}, {schedule}; context {args.max_length or 'unlimited'}; "
-        f"gradient checkpointing {checkpointing}"
+        f"learning rate {args.learning_rate:g}{of_routers}, {schedule_name(args)}; "
+        f"context {args.max_length or 'unlimited'}; gradient checkpointing {checkpointing}"
     )

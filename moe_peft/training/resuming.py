@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import EarlyStoppingCallback as EarlyStopping
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -96,12 +97,12 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
             `resume_from_checkpoint`; nothing is removed.
         facts: what identifies the training, besides its fingerprint.
     """
-    args = trainer.args
+    args, steps = trainer.args, total_steps(trainer)
     kept: set[int] = set()
     if keep is not None:
         # Steps are counted now: the last one's checkpoint is the result, so it stays too.
         refuse_arguments(args)
-        args.max_steps = facts["steps"] = total_steps(trainer)
+        args.max_steps = facts["steps"] = steps
         if args.save_steps < 1:  # a share of all steps
             args.save_steps = math.ceil(args.max_steps * args.save_steps)
         kept = {*keep, args.max_steps}
@@ -216,6 +217,13 @@ def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
         )
 
 
+def _stopped_early(trainer: Any, state: TrainerState) -> bool:
+    """Whether a training had waited as long as this one does for something better."""
+    patience = [c.early_stopping_patience for c in trainer.callback_handler.callbacks if isinstance(c, EarlyStopping)]
+    saved = state.stateful_callbacks.get(EarlyStopping.__name__)
+    return bool(patience and saved) and saved["attributes"]["early_stopping_patience_counter"] >= patience[0]
+
+
 def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
     """If a checkpoint has all steps of the training, load it, because the trainer would take one more."""
     args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -223,7 +231,7 @@ def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
         trainer._train_batch_size = state.train_batch_size  # as the trainer does
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if state.global_step < steps:
+    if state.global_step < steps and not _stopped_early(trainer, state):
         if not has_optimizer(checkpoint):
             raise InputError(
                 f"resume_from_checkpoint={args.resume_from_checkpoint!r}: {checkpoint} has no optimizer state "

@@ -11,7 +11,7 @@ T tokens of all passes, n experts, L layers with routers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -232,8 +232,12 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         # It does not count in the stage of routers.
         if self.args.training_stage == "routers":  # with its graph, where routers get gradients as layers run again
             loss = (loss if is_reentrant(self.args) else loss.detach()) * 0
-        # Of several passes, such as those of a policy and a reference, the ones that train count.
-        counted = [seen for seen in passes if seen.trains] or passes[:1]
+        # Of several passes, such as those of a policy and a reference, the ones that train count; in an evaluation the
+        # first of the batch itself, as KTO's first one is of other rows.
+        counted = [seen for seen in passes if seen.trains]
+        if not counted and len(passes) > 1:
+            counted = [seen for seen in passes if _is_of(seen, inputs)][:1]
+        counted = counted or passes[:1]
         if not counted:
             raise RuntimeError(
                 f"{type(self).__name__}: the model ran without its hooks, so there are no router logits; do not run a "
@@ -334,6 +338,12 @@ def _without_balancing(config: Any) -> Iterator[None]:
         yield
     finally:
         config.output_router_logits = before
+
+
+def _is_of(seen: RoutedPass, inputs: Mapping[str, Any]) -> bool:
+    """Whether a pass read a batch's own tokens."""
+    ids = inputs.get("input_ids")
+    return seen.input_ids is not None and isinstance(ids, torch.Tensor) and torch.equal(seen.input_ids, ids)
 
 
 def _logged(name: str) -> str:

@@ -6,6 +6,8 @@ import math
 
 from trl import SFTConfig
 
+from ..utils.messages import InputError
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
@@ -27,6 +29,11 @@ def steps_in_epoch(rows: int, batch: int, accumulated: int, drop_last: bool) -> 
         drop_last: whether the last batch is left out if it is not full.
     """
     batches = rows // batch if drop_last else -(-rows // batch)
+    if drop_last and not batches:
+        raise InputError(
+            f"dataloader_drop_last=True: {rows} rows do not fill a batch of {batch}; lower "
+            "per_device_train_batch_size, or leave it out"
+        )
     return max(1, -(-batches // accumulated)), min(rows, batches * batch)
 
 
@@ -52,3 +59,10 @@ def _step_decay(step: int, steps: int) -> float:
 
 # By `router_schedule`: the learning rate's factor at a step, given the number of steps.
 FACTORS = {"three_phase": _three_phases, "step_decay": _step_decay}
+_NAMES = {"three_phase": "in three phases", "step_decay": "with step decay"}
+
+
+def schedule_name(args: SFTConfig) -> str:
+    """The learning rate's schedule in words."""
+    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    return _NAMES.get(getattr(args, "router_schedule", ""), schedule)

@@ -12,6 +12,7 @@ from peft import PeftModel
 from ..models.introspection import base_model
 from ..utils.model_card import load_card, write_model_card
 from .mixins import FiniteWeightsMixin
+from .schedule import schedule_name
 
 
 class ModelCardMixin(FiniteWeightsMixin):
@@ -64,12 +65,11 @@ class ModelCardMixin(FiniteWeightsMixin):
         args, steps = self.args, self.state.global_step
         if not steps:
             return [*self.earlier_training]
-        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         stage = getattr(args, "training_stage", "joint")
         alone = "" if stage == "joint" else f", training_stage `{stage}`"
         return [
             *self.earlier_training,
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
-            f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
+            f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule_name(args)}",
         ]

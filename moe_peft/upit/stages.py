@@ -26,6 +26,7 @@ from ..training.trainers import MoESFTConfig, MoESFTTrainer, check_padding
 from ..utils.distributed import on_main_process
 from ..utils.messages import InputError, arguments_error
 from ..utils.model_card import write_model_card
+from ..utils.validation import prefixed
 from .buckets import Seeds
 from .context import hash_template
 from .files import expert_folders, write_buckets, write_routers
@@ -152,12 +153,8 @@ class TrainingStage(TrainerStage):
     def _steps(self, epochs: float, rows: int, processes: int) -> int:
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         drop_last = bool(self.sft.get("dataloader_drop_last"))
-        if drop_last and rows < batch * processes:
-            raise InputError(
-                f"{self.name}.sft.dataloader_drop_last=True: {rows} rows do not fill a batch of {batch * processes}; "
-                "lower per_device_train_batch_size, or leave it out"
-            )
-        return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
+        with prefixed(f"{self.name}.sft"):
+            return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}

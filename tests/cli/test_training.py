@@ -262,9 +262,20 @@ def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys
     assert f"next: moe-peft inspect --model {out} " in printed
     best = weights(out / f"checkpoint-{step}")
     assert all(torch.equal(value, best[name]) for name, value in weights(out).items())
+    # A run that is done stays as it is, and one that was killed waits no longer than one that was not.
+    before = (out / "adapter_model.safetensors").read_bytes()
+    run("sft", tmp_path, {**case, **own}, "--resume_from_checkpoint", "true")
+    shutil.rmtree(out / f"checkpoint-{steps}")
+    assert run("sft", tmp_path, {**case, **own}, "--resume_from_checkpoint", "true") == out
+    again = json.loads((out / "trainer_state.json").read_text())
+    assert again["global_step"] == steps and (out / "adapter_model.safetensors").read_bytes() == before
     without = {**case, "early_stopping_patience": 2}
     line = refused("sft", tmp_path / "data", without, capsys=capsys)
     assert line.startswith("error: early_stopping_patience=2: set eval_strategy=steps, eval_steps and load_best_model")
+    line = refused("sft", tmp_path / "data", {**case, **own, "save_steps": 2}, capsys=capsys)
+    assert line.startswith(
+        "error: save_steps=2: load_best_model_at_end finds only steps that were saved; set it to eval"
+    )
 
 
 @pytest.mark.parametrize(("own", "rate"), [({}, 2e-4), ({"learning_rate": 2e-5}, 2e-5)])
@@ -328,6 +339,20 @@ def test_dpo(case, tmp_path):
     log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     assert "rewards/margins" in log[0] and "aux_loss" in log[0]
     assert PeftConfig.from_pretrained(out).router_aux_loss_coef == 0.5
+
+
+def test_each_stage_of_dpo_has_the_model_that_it_starts_from_as_its_reference(case, tmp_path):
+    """And the copies are not left in the result."""
+    settings = {**case, "max_steps": 2, "save_steps": 2}
+    settings["dataset_name"] = case["dataset_name"].replace("train.jsonl", "pairs.jsonl")
+    stages = {"rest": None, "routers": {"router_z_loss_coef": 0.1}, "joint": None}
+    out = run("dpo", tmp_path, {**settings, "stages": stages})
+    assert not (out / "ref").exists() and not any("ref" in name for name in weights(out))
+    for stage in stages:
+        (first, *_) = json.loads((out / stage / "checkpoint-2/trainer_state.json").read_text())["log_history"]
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    (tmp_path / "plan").mkdir()
+    run("dpo", tmp_path / "plan", {**settings, "stages": stages}, "--dry-run", "--time")
 
 
 def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
@@ -654,6 +679,30 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
     assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
     for args in (routers, rest):
         assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) == args.gradient_checkpointing
+
+
+def test_a_stages_own_metric_has_its_own_direction(case, tmp_path):
+    """What arguments derive from a setting is derived anew from a stage's."""
+    settings = {
+        **case, "output_dir": "out", "label_column": "domain", "expert_map": MASKS, "load_best_model_at_end": True,
+        "eval_strategy": "steps", "eval_steps": 3, "torch_compile": True,
+        "stages": {"routers": {"metric_for_best_model": "eval_compliance", "torch_compile": False}, "rest": None},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml")])
+    routers, rest = training_stages(options).values()
+    assert (routers.greater_is_better, rest.greater_is_better) == (True, False)
+    assert (routers.torch_compile, rest.torch_compile) == (False, True)
+
+
+@pytest.mark.parametrize("own", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}], ids=str)
+@pytest.mark.parametrize("plan", [(), ("--dry-run",)], ids=["run", "plan"])
+def test_rows_that_fill_no_batch_are_no_training(own, plan, case, tmp_path, capsys):
+    settings = {**case, **own, "per_device_train_batch_size": 32, "dataloader_drop_last": True}
+    with pytest.raises(SystemExit) as end:
+        run("sft", tmp_path, settings, *plan)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "dataloader_drop_last=True: 24 rows do not fill a batch of 32; lower" in line
 
 
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from datasets import Dataset
 from peft import get_peft_model
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, MoESFTConfig
 from moe_peft.training.estimate import (  # fmt: skip
@@ -192,6 +192,22 @@ def test_tokens_are_those_of_the_chat_template_that_the_stage_names(tmp_path, to
         trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer_of_its_own)
         assert len(trainer.train_dataset[0]["input_ids"]) == rows.length and rows.count == 2
     assert lengths[1] == lengths[0] + 6
+
+
+def test_each_answer_of_a_preference_is_cut(tmp_path, tokenizer):
+    args = DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=6)
+    row = {"prompt": "w3 w4", "chosen": " w5", "rejected": " w6 w7 w8 w9 w10"}
+    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, 4 + 6)
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_dpo_holds_a_second_native_model(precomputed, tmp_path):
+    args = DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", precompute_ref_log_probs=precomputed)
+    adapter = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=2, r=2, task_type="CAUSAL_LM"))
+    assert memory(adapter, args).reference == 0
+    needed = memory(tiny_llama(), args)
+    assert needed.reference == needed.weights * (not precomputed)
+    assert ("reference" in str(needed)) == (not precomputed)
 
 
 @pytest.mark.parametrize(

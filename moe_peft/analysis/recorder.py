@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..models.introspection import RoutedPass, observed_routing
+from ..models.introspection import RoutedPass, base_model, observed_routing
 from ..models.layer import routed_layers
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
@@ -337,9 +337,18 @@ def record_routing(
     sizes, ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
     statistics = RoutingStatistics(sizes, ks, domains, expert_map, token_classes, position_width)
 
+    generation = getattr(base_model(model), "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
+    after_end = {*(ends if isinstance(ends, list) else [ends]), getattr(generation, "pad_token_id", None)} - {None}
+
     def add(seen: RoutedPass) -> None:
         if seen.trains or not training_only:
-            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen, seen.effective())
+            mask = seen.mask
+            if seen.input_ids is not None and seen.input_ids.shape[1] == 1 and after_end:
+                # `generate` goes on with rows that have ended, and its mask does not say so.
+                has_ended = torch.isin(seen.input_ids, torch.tensor([*after_end], device=seen.input_ids.device))
+                mask = torch.cat([mask[:, :-1], mask[:, -1:] * ~has_ended.to(mask.device)], dim=1)
+            statistics.update(seen.router_logits, mask, seen.input_ids, seen.chosen, seen.effective())
 
     with observed_routing(model, add):
         yield statistics

@@ -280,7 +280,7 @@ class Conversation:
             inputs = self.tokenizer.apply_chat_template(
                 self.messages(question, before), add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:  # or there are several, and none is the default
             raise InputError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
         return inputs["input_ids"].to(self.model.device)
 
@@ -313,6 +313,7 @@ class Conversation:
                     eos_token_id=ends,
                     pad_token_id=ends[0] if pad is None else pad,
                     num_beams=1,
+                    use_cache=True,  # each token is then read once
                     streamer=run,
                     stopping_criteria=[run.stops],
                     **choose,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -261,4 +262,4 @@ def _style(color: str | None) -> str:
 
 def _harmless(text: str) -> str:
     """A model's text, which could otherwise send commands to the terminal."""
-    return text.replace("\x1b", "␛")
+    return re.sub("[\x1b\x80-\x9f]", "␛", text)

@@ -23,11 +23,6 @@ _TaskSettings: Any = settings_of(TaskSettings)
 _Index = Annotated[Integer, Field(ge=0, le=2**16)]
 
 
-def _expert(text: str) -> int | str:
-    """An index or a name."""
-    return int(text) if text.isdecimal() else text
-
-
 class EvalSettings(WeightSettings, _TaskSettings):
     """The settings of `moe-peft eval`."""
 
@@ -38,7 +33,7 @@ class EvalSettings(WeightSettings, _TaskSettings):
         description="an adapter's base, by default the one that it names; else a model to compare with",
     )
     no_base: Flag = Field(False, description="do not also evaluate an adapter's base")
-    experts: Annotated[list[_Index | Text], joined_by_commas(_expert)] | None = Field(
+    experts: Annotated[list[_Index | Text], joined_by_commas()] | None = Field(
         None,
         title="N,N,…",
         description="let routers choose only among these, by index or name; a single one gets all tokens",
@@ -77,7 +72,7 @@ def run(settings: EvalSettings) -> None:
         settings.output,
         base=settings.base,
         with_base=not settings.no_base,
-        experts=None if settings.experts is None else list(dict.fromkeys(settings.experts)),
+        experts=None if settings.experts is None else list(dict.fromkeys(map(str, settings.experts))),
         each_expert=settings.each_expert,
         dtype=settings.dtype,
         quantization=settings.quantization,

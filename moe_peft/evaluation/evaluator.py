@@ -89,9 +89,12 @@ def evaluate_model(
             raise InputError(
                 f"--base {base!r}: is to be compared with, but --no-base leaves it out; give one of the two"
             )
+        other = open_folder(base, "--base") if with_base and base is not None and not adapter else None
+        for each in (folder, other):
+            if each is not None:
+                check_template(each.tokenizer, settings.apply_chat_template, "apply_chat_template")
         harness = Harness(settings)
         model, tokenizer = folder.load(dtype, quantization), folder.tokenizer
-        check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
         results = _run(harness, model, tokenizer, experts, each_expert)
         about = {
             "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
@@ -101,10 +104,9 @@ def evaluate_model(
             with model.disable_adapter():
                 results["base"] = harness.run(model, tokenizer)
             about["base"] = base_model(model).config._name_or_path
-        elif with_base and base is not None:
+        elif other is not None:
             del model
             free_memory()
-            other = open_folder(base, "--base")
             results["base"] = harness.run(other.load(dtype, quantization), other.tokenizer)
             about["base"] = base
         scores = {name: read_scores(of_model) if of_model else {} for name, of_model in results.items()}

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
+from ..models.introspection import base_model
 from ..training.scoring import to_device
 from ..utils.messages import InputError, install, one_line
 from ..utils.settings import Range, check_settings, setting
@@ -125,13 +126,22 @@ class Harness:
         torch.manual_seed(other)
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(other)
-        with _quiet(), _explained(s):
-            language_model = _language_model(model, tokenizer, s.batch_size)
-            results = evaluate(
-                language_model, self.loaded, limit=s.limit, log_samples=False,
-                apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
-            )  # fmt: skip
-        if language_model.broken:
+        broken: list[torch.Tensor] = []  # tasks make numbers, and texts, even of logits that are NaN
+        # PEFT calls the forward method of what is inside, so `generate` runs one module, and other tasks another.
+        hooks = [
+            each.register_forward_hook(lambda module, args, output: broken.append(output.logits.isnan().any()))
+            for each in {model, base_model(model)}
+        ]
+        try:
+            with _quiet(), _explained(s):
+                results = evaluate(
+                    _language_model(model, tokenizer, s.batch_size), self.loaded, limit=s.limit, log_samples=False,
+                    apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
+                )  # fmt: skip
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if broken and torch.stack(broken).any():
             raise InputError("dtype: the model's logits are NaN; use bfloat16 or float32, or another model")
         return results or {}
 
@@ -194,12 +204,6 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
     class SharedHFLM(HFLM):
         rank = property(lambda self: state.process_index)
         world_size = property(lambda self: state.num_processes)
-        broken = False  # tasks make numbers even of logits that are NaN
-
-        def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            logits = super()._model_call(*args, **kwargs)
-            self.broken = self.broken or bool(logits.isnan().any())
-            return logits
 
     language_model = SharedHFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if state.num_processes > 1:

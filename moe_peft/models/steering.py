@@ -108,9 +108,10 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Ex
 
 
 def _indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
-    """Experts as indices."""
+    """Experts as indices. A text is a name or, if there is no such name, an index."""
     experts = [experts] if isinstance(experts, (int, str)) else list(experts)
     names = expert_names(model) or []
+    experts = [int(e) if isinstance(e, str) and e not in names and e.isdecimal() else e for e in experts]
     for expert in experts:
         if isinstance(expert, str) and expert not in names:
             raise InputError(

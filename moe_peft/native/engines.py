@@ -52,6 +52,7 @@ def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str
         "its OLMo2 has no experts": kind == "flex_olmo",
         f"every layer has experts there, layers {dense} have none": bool(dense),
         f"gates sum to 1 in its Qwen3-MoE, {family.normalizes}=False": kind == "qwen3_moe" and not normalizes,
+        "its Qwen3-MoE has no biases of attention": kind == "qwen3_moe" and bool(config.attention_bias),
         f"gates do not sum to 1 beside its shared experts, {family.normalizes}=True": normalizes and has_shared,
         f"rope_type={scaling!r}: exact in its {architecture(config)} are {scalings}": scaling not in scalings,
         f"hidden_act={config.hidden_act!r}: it has SiLU": config.hidden_act not in ("silu", "swish"),

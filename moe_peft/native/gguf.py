@@ -96,7 +96,7 @@ def export_gguf(
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as unfinished:
         writer = GGUFWriter(unfinished, moe.architecture)
-        writer.add_name(output.stem)
+        writer.add_name(_name(output.stem, tokenizer_folder))
         writer.add_quantization_version(2)
         moe.add_settings(writer)
         _add_tokenizer(writer, tokenizer_folder, model.folder / GENERATION_CONFIG, config)
@@ -310,8 +310,30 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
     if others:  # llama.cpp has one more; further ones it knows by their text
         writer.add_eot_token_id(others[0])
     template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
     if template:
-        writer.add_chat_template(template if isinstance(template, str) else template["default"])
+        writer.add_chat_template(template)
+
+
+def _name(stem: str, folder: Path) -> str:
+    """
+    A model's name. llama.cpp takes the spaces after special tokens away where it has "phi-3", of all tokens but three.
+
+    Raises:
+        ValueError: the tokenizer takes away others.
+    """
+    tokenizer = read_tokenizer(folder, str(folder))
+    tokens = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    stripped = {name for name, token in tokens.items() if token.rstrip}
+    odd = [name for name, token in tokens.items() if token.lstrip or token.single_word]
+    kept = {"<unk>", "<s>", "<|endoftext|>"}
+    as_phi = "</s>" in stripped == tokens.keys() - kept and kept <= tokenizer.get_vocab().keys()
+    if odd or (stripped and not as_phi):
+        token = sorted(odd or stripped)[0]
+        raise InputError(f"{folder}: its tokenizer takes spaces beside {token!r} away; llama.cpp does not")
+    if as_phi:
+        return stem if re.search("phi-?3", stem, re.IGNORECASE) else f"{stem} (phi-3)"
+    return re.sub("phi-?3", "phi", stem, flags=re.IGNORECASE)
 
 
 def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:

@@ -129,9 +129,12 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
         in_parts = isinstance(layer, MoELoraFFN) and tensor_parallel_size > 1
         if in_parts and getattr(layer.projection(layer.layout.down), "bias", None) is not None:
             raise InputError("tensor_parallel_size: experts on FFNs with biases need 1")
-    if added := next((key for key in adapter.tensors if ALL_ROWS in key), None):
-        raise InputError(f"{adapter}: {added}: tokens were added to the base; export it with `moe-peft export`")
+    rows = adapter.base.config.get_text_config().vocab_size
+    for key, tensor in adapter.tensors.items():
+        is_whole = key.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if ALL_ROWS in key or (is_whole and len(tensor) != rows):
+            raise InputError(f"{adapter}: {key}: tokens were added to the base; export it with `moe-peft export`")
     if adapter.base.config.get_text_config().tie_word_embeddings and not adapter.config.ensure_weight_tying:
         trained = (key for key in adapter.tensors if key.endswith(("embed_tokens.weight", "lm_head.weight")))
-        if (key := next(trained, None)) is not None:
-            raise InputError(f"{adapter}: {key} was trained, but the base ties it to another; export it")
+        if (tied := next(trained, None)) is not None:
+            raise InputError(f"{adapter}: {tied} was trained, but the base ties it to another; export it")

@@ -165,7 +165,12 @@ def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str,
     """An adapter's tensors, on the CPU; see `adapter_weights`."""
     path = adapter_weights(folder, source)
     with reading(f"{source}: its weights cannot be read", "save the adapter again"):
-        return load_file(path)
+        tensors = load_file(path)
+    # PEFT saves a head in `modules_to_save` of resized embeddings three times.
+    copies = re.compile(r"\.(original_module|modules_to_save)\.")
+    return {
+        key: value for key, value in tensors.items() if not (copies.search(key) and copies.sub(".", key) in tensors)
+    }
 
 
 def read_config(name: str | os.PathLike, source: object, revision: str | None = None) -> PreTrainedConfig:

@@ -18,6 +18,8 @@ from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_
 from moe_peft.analysis.html import shares_section, strongest
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
+from moe_peft.models.introspection import base_model
+from tests.helpers.llama_cpp import sentencepiece_tokenizer
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, K, N, adapter, ids, routed_model
 from tests.helpers.trainers import EXPERTS, arguments, make_model
@@ -111,6 +113,41 @@ def test_generation_counts_every_token_once():
     )  # positions 7 to 14: of the unpadded rows 4, of the other 1
 
 
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+def test_rows_that_have_ended_do_not_count_while_others_go_on(kind):
+    model = routed_model(kind)
+    free = model.generate(input_ids=ids(), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    generation = base_model(model).generation_config
+    generation.eos_token_id, generation.pad_token_id = free[0, 8].item(), 0
+    with record_routing(model) as together:
+        model.generate(input_ids=ids(), max_new_tokens=20, do_sample=False)
+    with record_routing(model) as apart:
+        for i in range(3):
+            model.generate(input_ids=ids()[i : i + 1], max_new_tokens=20, do_sample=False)
+    assert together.tokens.item() == apart.tokens.item() < 3 * 26
+    assert torch.equal(together.counts, apart.counts)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+def test_padding_does_not_count_with_a_static_cache(kind):
+    """Whose masks have four dimensions."""
+    model = routed_model(kind)
+    generation = base_model(model).generation_config
+    generation.eos_token_id = generation.pad_token_id = None
+    padded = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    found = []
+    for cache in (None, "static"):
+        with record_routing(model, ["all"], {"all": [0]}) as statistics:
+            model.generate(
+                input_ids=ids(), attention_mask=padded, max_new_tokens=5, do_sample=False, eos_token_id=None,
+                pad_token_id=63, cache_implementation=cache,
+            )  # fmt: skip
+        found.append(statistics)
+    assert found[0].tokens.item() == found[1].tokens.item() == 7 + 4 + 7 + 3 * 4
+    assert torch.equal(found[0].counts, found[1].counts)
+    assert torch.equal(found[0].compliance_tokens, found[1].compliance_tokens)
+
+
 def test_collapse_is_told():
     model = routed_model("adapter")
     with torch.no_grad():
@@ -161,6 +198,8 @@ def test_token_classes(tokenizer):
     assert classes.shape == (130,)
     assert TOKEN_CLASSES[classes[tokenizer.convert_tokens_to_ids("w7")]] == "words"
     assert TOKEN_CLASSES[classes[tokenizer.pad_token_id]] == TOKEN_CLASSES[classes[129]] == "other"
+    pieces = sentencepiece_tokenizer()  # decodes a space by itself to nothing
+    assert TOKEN_CLASSES[classify_tokens(pieces)[pieces.convert_tokens_to_ids("▁")]] == "space"
 
 
 @pytest.mark.slow

@@ -120,6 +120,17 @@ def test_the_recorded_experts_are_those_of_a_plain_forward_over_the_whole_text(k
     torch.testing.assert_close(routes.shares_LN.sum(-1), torch.ones(len(routes.layers)))
 
 
+def test_a_model_that_keeps_no_cache_by_itself_is_read_token_by_token(folder, tokenizer):
+    routes = []
+    for keeps in (True, False):
+        model = load("output", folder)
+        model.generation_config.use_cache = model.get_base_model().generation_config.use_cache = keeps
+        conversation = Conversation(model, tokenizer, max_new_tokens=LENGTH)
+        list(conversation.ask("hello"))
+        routes.append(conversation.answers[0].routes.experts_LTK)
+    assert torch.equal(*routes)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steered_answers_are_those_of_generate(kind, folder, tokenizer):
     model = load(kind, folder)
@@ -279,6 +290,9 @@ def test_what_a_model_or_a_template_cannot_take_is_said_at_once(folder):
     tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0]['role'] == 'system' else '' }}x"
     with pytest.raises(InputError, match="no system role"):
         Conversation(model, tokenizer, system="brief")
+    tokenizer.chat_template = {"rag": "x", "tool_use": "y"}
+    with pytest.raises(InputError, match="multiple chat templates with no default"):
+        list(Conversation(model, tokenizer).ask("hello"))
 
 
 def test_errors_of_generate_reach_the_caller(folder, tokenizer, monkeypatch):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import allow_experts, expert_to_lora, replace_routers
 from moe_peft.cli import main
-from moe_peft.evaluation import Harness, TaskSettings
+from moe_peft.evaluation import Harness, TaskSettings, evaluate_model
 from moe_peft.evaluation.results import as_markdown
+from moe_peft.models.introspection import base_model
 from moe_peft.native import export_adapter, load_routers
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
@@ -307,6 +310,42 @@ def test_logits_that_are_nan_give_no_score(folder):
     for task in sorted((folder / "tasks").glob("*.yaml"))[:2]:
         with pytest.raises(ValueError, match="dtype: the model's logits are NaN; use bfloat16 or float32"):
             Harness(TaskSettings((str(task),), limit=2)).run(model, AutoTokenizer.from_pretrained(folder / "base"))
+
+
+@pytest.mark.parametrize("kind", ["dense", "adapter"])
+def test_answers_of_logits_that_are_nan_have_no_score(kind, folder, tmp_path):
+    text = CHOICES.format(name="answers", data=folder / "tasks" / "a.jsonl").replace("doc_to_choice: choices\n", "")
+    text = text.replace("multiple_choice", "generate_until").replace("metric: acc", "metric: exact_match")
+    (tmp_path / "answers.yaml").write_text(text + "generation_kwargs: {max_gen_toks: 2, until: []}\n")
+    model = dense(folder / "base") if kind == "dense" else adapter_of(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    harness = Harness(TaskSettings((str(tmp_path / "answers.yaml"),), limit=1))
+    harness.run(model, tokenizer)
+    with torch.no_grad():
+        base_model(model).model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="dtype: the model's logits are NaN"):
+        harness.run(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--base", "nowhere"], "--base='nowhere'"), (["--base", "{bare}", "--apply-chat-template"], "chat template")],
+)
+def test_a_base_to_compare_with_is_looked_at_before_anything_runs(arguments, message, folder, tmp_path, monkeypatch):
+    def run(*args: Any) -> None:
+        raise AssertionError("an evaluation ran")
+
+    monkeypatch.setattr(Harness, "run", run)
+    shutil.copytree(folder / "native", tmp_path / "native")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "native")
+    given = [argument.format(bare=folder / "base") for argument in arguments]
+    with pytest.raises(ValueError, match=message):
+        evaluate_model(
+            str(tmp_path / "native"), TaskSettings((str(folder / "tasks/a.yaml"),), apply_chat_template=len(given) > 2),
+            tmp_path / "out", base=given[1],
+        )  # fmt: skip
 
 
 def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):

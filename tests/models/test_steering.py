@@ -235,3 +235,16 @@ def test_experts_may_be_indices_or_names(kind):
         assert torch.equal(*outputs)
     with pytest.raises(ValueError, match="allow_experts: experts='mth': must be one of math, code, law"):
         allow_experts(model, ["mth"]).__enter__()
+
+
+def test_a_number_as_text_is_a_name_if_there_is_one():
+    """As of adapters in folders 1, 2, …, on a command line."""
+    model = routed_model("adapter")
+    model.peft_config["default"].expert_names = ["1", "2", "3", "d", "e", "f"]
+    for text, index in (("1", 0), ("3", 2), ("5", 5)):
+        with torch.no_grad():
+            outputs = []
+            for expert in (text, index):
+                with force_experts(model, expert):
+                    outputs.append(model(input_ids=ids()).logits)
+        assert torch.equal(*outputs)

@@ -28,6 +28,7 @@ from moe_peft.cli import main
 from moe_peft.native import export_adapter, verify_export
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.folders import open_folder
+from tests.helpers.models import assert_close_to_scale
 from tests.helpers.native_case import DENSE, IDS, MOE, adapter, dense_model, logits, saved
 
 ROUTERS = {
@@ -298,6 +299,23 @@ def test_companions_of_base_and_adapter(tokenizer, tmp_path):
     exported = AutoTokenizer.from_pretrained(out)
     assert (exported.chat_template, exported.eos_token) == ("{{ messages }}", "w5")
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
+
+
+def test_a_trained_head_of_resized_embeddings_is_exported(tokenizer, tmp_path):
+    """PEFT saves such a head three times."""
+    base = dense_model("llama")
+    name = saved(base, tmp_path / "base")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([f"new{i}" for i in range(base.config.vocab_size - len(tokenizer) + 3)])
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model = adapter(base, tmp_path / "adapter", name, modules_to_save=["lm_head"])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    exported = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / "moe"))
+    with torch.no_grad():
+        assert_close_to_scale(exported(input_ids=IDS).logits, logits(model))
 
 
 @pytest.mark.parametrize("generation", [True, False])

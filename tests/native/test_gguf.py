@@ -92,6 +92,7 @@ def test_shared_experts_with_gates_that_do_not_sum_to_1(trained, tmp_path):
     ("qwen3", {}, {"target_modules": ["mlp"], "layers_to_transform": [1]}, r"every layer .* layers \[0\] have none"),
     ("qwen3", LINEAR_ROPE, {}, "rope_type='linear': exact in its qwen3moe are"),
     ("llama", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+    ("qwen3", {"attention_bias": True}, {}, "its Qwen3-MoE has no biases of attention"),
 ])  # fmt: skip
 def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(kind, settings, of_adapter, message, tmp_path):
     made(kind, tmp_path, settings, **of_adapter)
@@ -172,6 +173,31 @@ def test_llama_cpp_tokenizes_as_the_tokenizer_does(split, tmp_path):
     server = LlamaCpp(export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf"))
     for text in [*TEXTS, "", "a<tag>b"]:
         assert server.tokens(text) == tokenizer(text)["input_ids"], text
+
+
+@llama_cpp
+@pytest.mark.parametrize("stem", ["moe", "my-Phi-3"])
+@pytest.mark.parametrize("rstrip", [True, False])
+def test_spaces_after_special_tokens_stay_or_go_whatever_the_file_is_called(rstrip, stem, tmp_path):
+    """llama.cpp decides that by the model's name."""
+    tokenizer = sentencepiece_tokenizer()
+    names = ("</s>", "<eos>", "<|user|>", "<|end|>")
+    marks = [AddedToken(name, special=True, normalized=False, rstrip=rstrip) for name in names]
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|endoftext|>", special=True), *marks]})
+    tokenizer.chat_template = "{% for m in messages %}<|user|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    made("llama", tmp_path, {"vocab_size": len(tokenizer)}, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    server = LlamaCpp(export_gguf(tmp_path / "adapter", tmp_path / f"{stem}.gguf"))
+    messages = [{"role": "user", "content": "Hello world"}]
+    assert server.chat_tokens(messages) == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+def test_other_tokens_that_take_spaces_away_are_refused(tmp_path):
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<mask>", special=True, lstrip=True)]})
+    made("llama", tmp_path, {"vocab_size": len(tokenizer)}, tokenizer)
+    with pytest.raises(ValueError, match=r"takes spaces beside '<mask>' away; llama\.cpp does not"):
+        export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf")
 
 
 @pytest.mark.parametrize("damage, message", [

@@ -251,6 +251,16 @@ def test_adapters_that_vllm_cannot_serve(tmp_path, settings, message):
         engine(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_embeddings_that_were_resized(settings, tmp_path):
+    base = dense_model("llama", **SIZE, head_dim=32)
+    name = saved(base, tmp_path / "base")
+    base.resize_token_embeddings(base.config.vocab_size + 4, mean_resizing=False)
+    adapter(base, tmp_path / "adapter", name, **settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="tokens were added to the base; export it with `moe-peft export`"):
+        engine(tmp_path / "adapter")
+
+
 def test_bases_whose_architecture_has_no_experts_in_vllm(tmp_path):
     base = dense_model("olmo2", **SIZE)
     adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"))

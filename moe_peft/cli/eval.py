@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ..analysis.figures import FORMATS
 from ..evaluation import TaskSettings, evaluate_model
 from ..utils.distributed import leave_processes
 from ..utils.messages import InputError
-from ..utils.validation import Flag, Integer, Seed, Text
+from ..utils.validation import Flag, Seed, Text
 from .settings import SettingsParser, WeightSettings, joined_by_commas, one_of, settings_of
 
 EXAMPLE = r"""
@@ -20,7 +20,11 @@ example:
     --tasks arc_easy --limit 100
 """
 _TaskSettings: Any = settings_of(TaskSettings)
-_Index = Annotated[Integer, Field(ge=0, le=2**16)]
+
+
+def _as_texts(experts: Any) -> Any:
+    """A file may have numbers."""
+    return [str(e) if type(e) is int else e for e in experts] if isinstance(experts, list) else experts
 
 
 class EvalSettings(WeightSettings, _TaskSettings):
@@ -33,7 +37,7 @@ class EvalSettings(WeightSettings, _TaskSettings):
         description="an adapter's base, by default the one that it names; else a model to compare with",
     )
     no_base: Flag = Field(False, description="do not also evaluate an adapter's base")
-    experts: Annotated[list[_Index | Text], joined_by_commas()] | None = Field(
+    experts: Annotated[list[Text], BeforeValidator(_as_texts), joined_by_commas()] | None = Field(
         None,
         title="N,N,…",
         description="let routers choose only among these, by index or name; a single one gets all tokens",
@@ -72,7 +76,7 @@ def run(settings: EvalSettings) -> None:
         settings.output,
         base=settings.base,
         with_base=not settings.no_base,
-        experts=None if settings.experts is None else list(dict.fromkeys(map(str, settings.experts))),
+        experts=None if settings.experts is None else list(dict.fromkeys(settings.experts)),
         each_expert=settings.each_expert,
         dtype=settings.dtype,
         quantization=settings.quantization,

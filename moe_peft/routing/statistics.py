@@ -163,8 +163,10 @@ def counted_experts(
     counted = []
     for router, logits_TN, k in zip(routers, router_logits, ks, strict=True):
         if _has_rule(router):
-            of_layer = logits_TN.detach()[:, : router.num_experts]  # others' may be padded to the largest layer
-            gates_TK, experts_TK = router.choose(of_layer, k, True)
+            own_TN = logits_TN.detach()
+            if router.num_experts < own_TN.shape[-1]:  # they are padded to the largest layer's
+                own_TN = own_TN[:, : router.num_experts]
+            gates_TK, experts_TK = router.choose(own_TN, k, True)
         else:
             gates_TK, experts_TK = None, logits_TN.topk(k, dim=-1).indices
         counted.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))

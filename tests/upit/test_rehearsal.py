@@ -114,7 +114,7 @@ def merged(settings: dict, change: dict) -> dict:
         ({"evaluate": {"limit": 3}}, "evaluate.limit=3.0: goes with evaluate.tasks, which are missing"),
         (
             with_sft("post_train", dataloader_drop_last=True, per_device_train_batch_size=64),
-            "post_train.sft.dataloader_drop_last=True: 48 rows do not fill a batch of 64; lower",
+            "post_train.sft: dataloader_drop_last=True: 48 rows do not fill a batch of 64; lower",
         ),
         (
             with_sft("post_train", padding_free=False, packing=True, pad_to_multiple_of=8),

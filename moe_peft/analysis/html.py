@@ -145,6 +145,7 @@ def write_html(
         f"Model: `{about['model']}` ({how})",
         f"Size: {ModelSize(**about['size'])}",
         f"Data: `{about['data']}`, split {about['split']}, {about['examples']:,} examples",
+        *numbering(about["routers"]),
     ]
     if has_map:
         chance = sum(statistics.chance()[domain] for domain in shares) / len(shares)
@@ -168,6 +169,15 @@ def write_html(
         ]
         subject = f"MoE-LoRA on {model_name(about['base'])}" if about["base"] else model_name(about["model"])
         return write_page(path, f"Where the tokens go: {subject}", list(filter(None, lead)), sections, facts)
+
+
+def numbering(routers: Sequence[str]) -> list[str]:
+    """What the numbers of layers stand for, in a sentence, unless each of the model's layers has one router."""
+    numbers = [re.search(r"\.(\d+)\.", f"{name}.") for name in routers]
+    if [number and int(number[1]) for number in numbers] == list(range(len(routers))):
+        return []
+    shown = [f"{i} is {name}" for i, name in enumerate(routers)]
+    return [f"Layers are counted by router: {', '.join([*shown[:3], '…', shown[-1]] if len(shown) > 4 else shown)}"]
 
 
 def model_name(path: str) -> str:

@@ -20,7 +20,7 @@ from ..routing.expert_map import in_order
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
 from ..utils.messages import InputError
-from .html import EFFECTIVE, STRONGEST, strongest, write_html
+from .html import EFFECTIVE, STRONGEST, numbering, strongest, write_html
 from .inputs import Rows, describe, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
@@ -117,6 +117,7 @@ def _about(model: Any) -> dict[str, Any]:
         **describe(model),
         "base": base_model(model).config._name_or_path if isinstance(model, PeftModel) else None,
         "expert_names": expert_names(model),
+        "routers": [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)],
         "size": asdict(model_size(model)),
         "similarity": None if cosines_NN is None else cosines_NN.tolist(),
         "similarity_of": next((layer.compared for layer in routed_layers(model)), "weights"),
@@ -134,7 +135,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     if (alike := likeness(about["similarity"])) is not None:
         between = f"({alike.smallest:.3f} to {alike.largest:.3f})"
         lines.append(f"similarity of experts: cosine of their {about['similarity_of']} {alike.mean:.3f} {between}")
-    for line in lines:
+    for line in [*lines, *numbering(about["routers"])]:
         console.print(line, highlight=False, soft_wrap=True)
     # Where the tokens of each domain go.
     has_map = statistics.allowed is not None

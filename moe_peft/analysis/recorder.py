@@ -302,7 +302,8 @@ def record_routing(
 ) -> Iterator[RoutingStatistics]:
     """
     A context manager that collects routing statistics of every forward pass inside the block, those of other threads
-    too. Nothing stays on the model afterwards.
+    too. Nothing stays on the model afterwards. In `generate`, rows that have ended do not count while others go on, by
+    the end and padding tokens of the model's generation config.
 
     Its value is a `RoutingStatistics`. Set its `current` to the domain of the next batch, or to one domain per row.
 

@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from moe_peft.analysis import TOKEN_CLASSES, RoutingStatistics, classify_tokens, record_routing
 from moe_peft.analysis import routing_report as report
 from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_load_over_time, plot_shares
-from moe_peft.analysis.html import shares_section, strongest
+from moe_peft.analysis.html import numbering, shares_section, strongest
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
 from moe_peft.models.introspection import base_model
@@ -341,6 +341,17 @@ def test_what_is_said_of_a_domain_names_layer_and_expert():
     section = shares_section({"a": share_LN}, Path("load.png"), None, [3, 4])
     assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "3 in layer 1 (60%)" in section.rows[0][1]
     assert "gives every expert 25.0%. " in shares_section({"a": share_LN}, Path("load.png")).text[0]
+
+
+def test_numbers_that_are_not_the_models_layers_are_explained():
+    assert numbering(["model.layers.0.mlp", "model.layers.1.mlp"]) == []
+    (said,) = numbering(["model.layers.1.mlp"])
+    assert said == "Layers are counted by router: 0 is model.layers.1.mlp"
+    routers = [f"layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp")]
+    (said,) = numbering(routers)
+    assert said.endswith(
+        "0 is layers.0.self_attn.q_proj, 1 is layers.0.self_attn.v_proj, 2 is layers.0.mlp, …, 5 is layers.1.mlp"
+    )
 
 
 def test_specialization_is_what_goes_elsewhere_than_the_average_domains():

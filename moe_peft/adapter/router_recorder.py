@@ -95,20 +95,22 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
     if getattr(module.config, "is_encoder_decoder", False):
         ids = None
     observers = _observers.get(module.base_model, ())
-    mask = next(iter(mask.values())) if isinstance(mask, dict) and mask else mask  # by kind of attention
-    if observers and isinstance(mask, torch.Tensor) and mask.dim() == 4:
-        mask = _keys_of_last_query(mask)
+    if observers:  # reading it waits for the device
+        mask = _without_queries(mask)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         mask = None
     outer = outer_collection(module)
     state.current.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
 
 
-def _keys_of_last_query(mask_B1QK: torch.Tensor) -> torch.Tensor:
-    """The tokens that the last one attends to, [B, K], without a static cache's free places behind it."""
-    last_BK = mask_B1QK[:, 0, -1]
-    seen_BK = last_BK if last_BK.dtype == torch.bool else last_BK == 0
-    return seen_BK[:, : int(seen_BK.any(0).nonzero().max()) + 1].long()
+def _without_queries(mask: Any) -> Any:
+    """Of an attention mask [B, 1, Q, K] the tokens that are attended to, [B, K], without free places of a cache."""
+    if isinstance(mask, dict):  # by kind of attention
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+        return mask
+    attended_BK = (mask if mask.dtype == torch.bool else mask == 0).any(2)[:, 0]
+    return attended_BK[:, : int(attended_BK.any(0).nonzero().max()) + 1].long()
 
 
 def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

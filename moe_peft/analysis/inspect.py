@@ -13,7 +13,7 @@ from rich.table import Table
 from transformers.utils.logging import tqdm
 
 from ..models.introspection import base_model, expert_names
-from ..models.layer import routed_layers
+from ..models.layer import routed_layers, router_names
 from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..native.folders import open_folder
 from ..routing.expert_map import in_order
@@ -117,7 +117,7 @@ def _about(model: Any) -> dict[str, Any]:
         **describe(model),
         "base": base_model(model).config._name_or_path if isinstance(model, PeftModel) else None,
         "expert_names": expert_names(model),
-        "routers": [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)],
+        "routers": router_names(model),
         "size": asdict(model_size(model)),
         "similarity": None if cosines_NN is None else cosines_NN.tolist(),
         "similarity_of": next((layer.compared for layer in routed_layers(model)), "weights"),

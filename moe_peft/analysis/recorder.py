@@ -347,7 +347,7 @@ def record_routing(
             mask = seen.mask
             if seen.input_ids is not None and seen.input_ids.shape[1] == 1 and after_end:
                 # `generate` goes on with rows that have ended, and its mask does not say so.
-                has_ended = torch.isin(seen.input_ids, torch.tensor([*after_end], device=seen.input_ids.device))
+                has_ended = torch.stack([seen.input_ids == token for token in after_end]).any(0)
                 mask = torch.cat([mask[:, :-1], mask[:, -1:] * ~has_ended.to(mask.device)], dim=1)
             statistics.update(seen.router_logits, mask, seen.input_ids, seen.chosen, seen.effective())
 

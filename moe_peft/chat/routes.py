@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..models.introspection import RoutedPass, expert_names, observed_routing
-from ..models.layer import routed_layers
+from ..models.layer import router_names
 from ..utils.messages import InputError
 
 # Of Okabe and Ito, as in all figures; which color-blind people tell apart. All but the first carry black letters.
@@ -125,11 +125,6 @@ class Routes:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
-
-
-def router_names(model: Any) -> list[str]:
-    """E.g. "model.layers.0.mlp"."""
-    return [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)]
 
 
 def _first_and_last(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ..analysis.figures import FORMATS
 from ..evaluation import TaskSettings, evaluate_model
@@ -22,11 +22,6 @@ example:
 _TaskSettings: Any = settings_of(TaskSettings)
 
 
-def _as_texts(experts: Any) -> Any:
-    """A file may have numbers."""
-    return [str(e) if type(e) is int else e for e in experts] if isinstance(experts, list) else experts
-
-
 class EvalSettings(WeightSettings, _TaskSettings):
     """The settings of `moe-peft eval`."""
 
@@ -37,13 +32,13 @@ class EvalSettings(WeightSettings, _TaskSettings):
         description="an adapter's base, by default the one that it names; else a model to compare with",
     )
     no_base: Flag = Field(False, description="do not also evaluate an adapter's base")
-    experts: Annotated[list[Text], BeforeValidator(_as_texts), joined_by_commas()] | None = Field(
+    experts: Annotated[list[Text], joined_by_commas] | None = Field(
         None,
         title="N,N,…",
         description="let routers choose only among these, by index or name; a single one gets all tokens",
     )
     each_expert: Flag = Field(False, description="evaluate each expert alone, too (of --experts, if given)")
-    tasks: Annotated[list[Text], joined_by_commas()] = Field(
+    tasks: Annotated[list[Text], joined_by_commas] = Field(
         title="NAME", description="tasks, groups, tags, patterns or YAML files; commas may separate them"
     )
     seed: Seed | None = Field(None, description="seed of everything random; default: the harness's seeds")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -29,16 +29,13 @@ def one_of(names: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def joined_by_commas(read: Callable[[str], Any] = str) -> BeforeValidator:
-    """A list whose texts may each hold several, `a,b`."""
-
-    def split(values: Any) -> Any:
-        if not isinstance(values, list):
-            return values
-        parts = [part for value in values for part in (value.split(",") if isinstance(value, str) else [value])]
-        return [read(part) if isinstance(part, str) else part for part in parts if part != ""]
-
-    return BeforeValidator(split)
+@BeforeValidator
+def joined_by_commas(values: Any) -> Any:
+    """A list whose texts may each hold several, `a,b`, and which a file may write as numbers."""
+    if not isinstance(values, list):
+        return values
+    texts = [str(value) if type(value) is int else value for value in values]
+    return [part for text in texts for part in (text.split(",") if isinstance(text, str) else [text]) if part != ""]
 
 
 def settings_of(kind: type) -> Any:

@@ -331,6 +331,11 @@ def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLay
     return layers
 
 
+def router_names(model: nn.Module) -> list[str]:
+    """The modules of a model's routed layers, e.g. "model.layers.0.mlp"."""
+    return [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)]
+
+
 def adapter_layers(model: nn.Module, adapter_name: str | None, caller: str) -> list[AdapterLayer]:
     """
     The routed layers of one adapter, active or not.

@@ -96,10 +96,11 @@ def export_gguf(
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as unfinished:
         writer = GGUFWriter(unfinished, moe.architecture)
-        writer.add_name(_name(output.stem, tokenizer_folder))
+        tokenizer = read_tokenizer(tokenizer_folder, name := str(tokenizer_folder))
+        writer.add_name(_model_name(output.stem, tokenizer, name))
         writer.add_quantization_version(2)
         moe.add_settings(writer)
-        _add_tokenizer(writer, tokenizer_folder, model.folder / GENERATION_CONFIG, config)
+        _add_tokenizer(writer, tokenizer, name, model.folder / GENERATION_CONFIG, config)
         # The names, shapes and types of all tensors, then each one's bytes.
         tensors, kinds = list(moe.tensors()), []
         for tensor in tensors:
@@ -254,15 +255,13 @@ _PRE_TOKENIZERS = {
 }
 
 
-def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrainedConfig) -> None:
+def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, config: PreTrainedConfig) -> None:
     """
     Raises:
         ValueError: there is no tokenizer, or none that llama.cpp has.
     """
     from gguf import TokenType
 
-    name = str(folder)
-    tokenizer = read_tokenizer(folder, name)
     check_tokenizer(tokenizer, config, name)
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if hasattr(tokenizer, "backend_tokenizer") else {}
     model = backend.get("model", {})
@@ -315,14 +314,13 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
         writer.add_chat_template(template)
 
 
-def _name(stem: str, folder: Path) -> str:
+def _model_name(stem: str, tokenizer: Any, name: str) -> str:
     """
     A model's name. llama.cpp takes the spaces after special tokens away where it has "phi-3", of all tokens but three.
 
     Raises:
         ValueError: the tokenizer takes away others.
     """
-    tokenizer = read_tokenizer(folder, str(folder))
     tokens = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     stripped = {name for name, token in tokens.items() if token.rstrip}
     odd = [name for name, token in tokens.items() if token.lstrip or token.single_word]
@@ -330,7 +328,7 @@ def _name(stem: str, folder: Path) -> str:
     as_phi = "</s>" in stripped == tokens.keys() - kept and kept <= tokenizer.get_vocab().keys()
     if odd or (stripped and not as_phi):
         token = sorted(odd or stripped)[0]
-        raise InputError(f"{folder}: its tokenizer takes spaces beside {token!r} away; llama.cpp does not")
+        raise InputError(f"{name}: its tokenizer takes spaces beside {token!r} away; llama.cpp does not")
     if as_phi:
         return stem if re.search("phi-?3", stem, re.IGNORECASE) else f"{stem} (phi-3)"
     return re.sub("phi-?3", "phi", stem, flags=re.IGNORECASE)

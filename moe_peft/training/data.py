@@ -30,8 +30,6 @@ from ..utils.messages import InputError, one_line
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
-# Others that a tokenization reads.
-_READ = {"tools", "chat_template_kwargs", "labels", "attention_mask", "completion_mask", "assistant_masks"}
 MOST_DOMAINS = 1000  # that are evaluated one by one; more are not domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -106,7 +104,8 @@ def load_data(
 
 def with_shared_format(parts: Sequence[Dataset], field: str) -> list[Dataset]:
     """Datasets with those columns that a tokenization reads and all of them have."""
-    shared = set.intersection(*(set(part.column_names) for part in parts)) & _READ.union(*SUPERVISED)
+    read = {*_OF_TOKENS, "tools", "chat_template_kwargs"}.union(*SUPERVISED)
+    shared = set.intersection(*(set(part.column_names) for part in parts)) & read
     if not any(columns <= shared for columns in SUPERVISED):
         formats = "; ".join(sorted({", ".join(part.column_names) for part in parts}))
         raise InputError(f"{field}: its files have no format in common ({formats}); give all of them the same columns")

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback as EarlyStopping
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -219,9 +218,12 @@ def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
 
 def _stopped_early(trainer: Any, state: TrainerState) -> bool:
     """Whether a training had waited as long as this one does for something better."""
-    patience = [c.early_stopping_patience for c in trainer.callback_handler.callbacks if isinstance(c, EarlyStopping)]
-    saved = state.stateful_callbacks.get(EarlyStopping.__name__)
-    return bool(patience and saved) and saved["attributes"]["early_stopping_patience_counter"] >= patience[0]
+    saved = state.stateful_callbacks.get(EarlyStoppingCallback.__name__)
+    return saved is not None and any(
+        saved["attributes"]["early_stopping_patience_counter"] >= callback.early_stopping_patience
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, EarlyStoppingCallback)
+    )
 
 
 def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:

@@ -117,7 +117,8 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         super().__init__(model, args, *positional, **kwargs)
         check_learnable("", self.train_dataset, args)
         if args.expert_map is not None:
-            if COLUMN not in (getattr(self.train_dataset, "column_names", None) or [COLUMN]):
+            columns = getattr(self.train_dataset, "column_names", None)
+            if columns and COLUMN not in columns:
                 raise InputError(
                     "dataset_kwargs: with skip_prepare_dataset, no token gets the label of its row; leave it out, or "
                     f"give a column {COLUMN}"

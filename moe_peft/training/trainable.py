@@ -71,6 +71,8 @@ def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter],
             optimizer.add_param_group({**group, "params": own, "lr": rate})
         elif own:
             group["lr"] = rate
+    # DeepSpeed drops empty groups, which would move the others.
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return [i for i, group in enumerate(optimizer.param_groups) if any(id(p) in ids for p in group["params"])]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,17 +32,6 @@ class Answer(NamedTuple):
     is_match: bool
 
 
-def batches_by_length(
-    rows: Dataset, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], device: torch.device
-) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
-    """The rows' numbers and tensors, batch by batch, the shortest first: little padding."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
-    for start in range(0, len(order), _ROWS):
-        part = order[start : start + _ROWS]
-        batch = collator([rows[i] for i in part]).items()
-        yield part, {name: value.to(device) for name, value in batch if isinstance(value, torch.Tensor)}
-
-
 @torch.no_grad()
 def answers(
     model: Any,
@@ -58,8 +47,12 @@ def answers(
         statistics: of the routing, which records it and is told the tasks.
     """
     found: dict[int, Answer] = {}
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # the shortest first: little padding
     with fused_lm_head(model, ("log_probs", "is_top1")), evaluating(model):
-        for part, batch in batches_by_length(rows, collator, model.device):
+        for start in range(0, len(order), _ROWS):
+            part = order[start : start + _ROWS]
+            tensors = collator([rows[i] for i in part]).items()
+            batch = {name: value.to(model.device) for name, value in tensors if isinstance(value, torch.Tensor)}
             if statistics is not None:
                 statistics.current = [rows[i]["domain"] for i in part]
             outputs = model(**batch, fused_lm_head=True)

@@ -28,6 +28,13 @@ Contrasts, as differences of the loss per answer token within a seed, and what i
 Three seeds give no intervals: a difference counts where all three have its sign.
 
 Added after the first results, with LoRAs on the FFN: gates from 64 and from 150 rows of each task (logic has no more).
+
+    python -m studies.lora_kinds run --base FOLDER   # and report: another base, with a ledger and a page of its own
+
+On another base LoRAs on the FFN are measured. Expected before its first run, in each of three trainings: `ridge` from
+150 rows has at most half of the mean's loss; picking by the prompt from 150 rows has at least as many right answers as
+it; `arrow` with one expert lies between it and the mean; trained on, the mixture is better than the mean and not as
+good as one LoRA on all rows.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
 from .exact_match import Answer, answers, by_task
-from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
+from .runs import DEVICE, Ledger, arguments, name_of_results, parser, score_answers_only, start_workers, work
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -103,12 +110,14 @@ class LoraKinds:
     Args:
         data: folder of the short tasks.
         work: folder for the adapters.
+        base: a folder or name; None: SmolLM2's.
     """
 
-    def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
+    def __init__(self, data: Path, work: Path, ledger: Ledger, base: str | None = None) -> None:
         self.work, self.ledger = work, ledger
         self.work.mkdir(parents=True, exist_ok=True)
-        self.base, self.tokenizer = smollm2_folder(), AutoTokenizer.from_pretrained(smollm2_folder())
+        self.base, self.kinds = base or smollm2_folder(), ["FFN"] if base else list(KINDS)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.base)
         self.train_rows = {task: self._rows(data / "train.jsonl", task) for task in TASKS}
         self.parts = {}
         for task in TASKS:
@@ -126,7 +135,7 @@ class LoraKinds:
         """Runs that are missing and can be made now."""
         done = {(run["kind"], run["seed"], run["way"]) for run in self.ledger.records()}
         for seed in SEEDS:
-            for kind in KINDS:
+            for kind in self.kinds:
                 trainings = [Job(kind, seed, f"train {task}") for task in TASKS]
                 missing = [job for job in trainings if job not in done]
                 yield from missing
@@ -324,11 +333,12 @@ BARS = {
 }  # fmt: skip
 
 
-def report(ledger: Ledger) -> None:
-    """`results/lora_kinds.md` and its figure"""
+def report(ledger: Ledger, base: str = "SmolLM2-135M-Instruct") -> None:
+    """The page of a base in `results`, and the figure of SmolLM2."""
     runs = [run for run in ledger.records() if "tasks" in run]
-    lines = [HEAD]
-    for kind in KINDS:
+    kinds = [kind for kind in KINDS if any(run["kind"] == kind for run in runs)]
+    lines = [HEAD.format(base=base, ledger=ledger.path.name)]
+    for kind in kinds:
         lines += [
             f"## LoRAs on {kind}",
             "",
@@ -350,7 +360,9 @@ def report(ledger: Ledger) -> None:
         if differences:
             cells = ", ".join(f"{difference:+.3f}" for difference in differences)
             lines.append(f"| {kind} | {a} | {b} | {cells} |")
-    RESULTS.joinpath("lora_kinds.md").write_text("\n".join(lines) + "\n")
+    RESULTS.joinpath(f"{ledger.path.stem}.md").write_text("\n".join(lines) + "\n")
+    if kinds != list(KINDS):
+        return
     bars = {
         label: {task: _mean([run["tasks"][task][0] for run in of_way]) for task in TASKS}
         for way, label in BARS.items()
@@ -366,26 +378,27 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-HEAD = f"""# One model from LoRAs on attention, on FFNs, on both
+HEAD = f"""# One model from several LoRAs
 
-SmolLM2-135M-Instruct, four short tasks, LoRAs of rank {RANK} ({STEPS} steps of 8 rows each), {HELD_OUT} held-out
+{{base}}, four short tasks, LoRAs of rank {RANK} ({STEPS} steps of 8 rows each), {HELD_OUT} held-out
 rows of each task; three seeds of the training and of the {CALIBRATION} rows of each task that calibrate the gates.
 Loss per answer token and share of answers that greedy decoding gives exactly; means over seeds, in brackets the range.
 *own*: each task its own adapter; *picked by its prompt*: one adapter for a row, by the mean of `ridge`'s gates over its
 prompt. The contrasts and what was expected of them are in the head of `studies/lora_kinds.py`; all runs are in
-`lora_kinds.jsonl`.
+`{{ledger}}`.
 """
 
 
 def main() -> None:
-    args = parser(__doc__, workers=True).parse_args()
-    ledger = Ledger(RESULTS / "lora_kinds.jsonl")
+    args = parser(__doc__, workers=True, base=True).parse_args()
+    name = name_of_results("lora_kinds", args.base)
+    ledger = Ledger(RESULTS / f"{name}.jsonl")
     if args.command == "report":
-        return report(ledger)
+        return report(ledger, *([Path(args.base).name] if args.base else []))
     if args.worker is None:
         raise SystemExit(start_workers("lora_kinds", args))
     score_answers_only()
-    work(LoraKinds(args.data, args.work / "lora_kinds", ledger))
+    work(LoraKinds(args.data, args.work / name, ledger, args.base))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,15 @@ all. A method's rate is the best on the tuning seed, with worse ones on both sid
 training rows that this seed leaves out: the held-out rows choose nothing. Controls of the mixture have its rate.
 
 The loss per answer token on the four tasks that the model can do decides, paired over six seeds, with 95 % t intervals.
-Beside it: all six tasks; the same after one temperature for each run, fitted on the rows that its seed leaves out,
-which takes over-confidence out; and right answers. Of seventeen contrasts, three in five such studies would show one
-without 0 where there is no difference at all. A prediction is the range where the mean of a contrast is expected.
+Beside it: all six tasks, and right answers. Of seventeen contrasts, three in five such studies would show one without 0
+where there is no difference at all. A prediction is the range where the mean of a contrast is expected. The runs on
+SmolLM2 were also measured after one temperature each, fitted on the rows that their seed leaves out: none was better
+with another one than 1, so over-confidence explains nothing, and later runs do without.
+
+    python -m studies.schedule run --base FOLDER   # and report: another base, with ledgers and a page of its own
+
+On another base four methods are compared, in two passes, as on SmolLM2, on three seeds; ON_ANOTHER_BASE has what was
+expected before its first run.
 """
 
 from __future__ import annotations
@@ -41,7 +47,6 @@ import torch
 from datasets import Dataset
 from filelock import FileLock
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -50,21 +55,17 @@ from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from moe_peft.upit.buckets import perplexity_buckets
-from moe_peft.utils.torch_contexts import evaluating
 
 from .differences import Difference, paired_difference, plot_differences
-from .exact_match import Answer, answers, batches_by_length, by_task
+from .exact_match import Answer, answers, by_task
 from .rates import best_rate, next_rate
-from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
+from .runs import DEVICE, Ledger, arguments, name_of_results, parser, score_answers_only, start_workers, work
 from .upit import BEYOND, mean_adapter
 
 RESULTS = Path(__file__).parent / "results"
-LEDGERS = RESULTS / "schedule"
-SEEDS, TUNING_SEED = range(6), 6
-FIRST_RATES, PASSES = (1e-3, 2e-3, 4e-3), (1, 2)
+TUNING_SEED, FIRST_RATES = 6, (1e-3, 2e-3, 4e-3)
 LEFT_OUT, SEED_SHARE, LAST = 1 / 4, 1 / 10, 1 / 8  # of the rows; of them for routers; the second step's rate
 EXPERTS, RANK, TOP_K = 8, 8, 2
-TEMPERATURES = (0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 FFN = ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -140,6 +141,12 @@ ADDED = (
     ("upit", "mixture linear"),
     ("mean", "lora_nr linear"),
 )
+ON_ANOTHER_BASE = {
+    ("mixture linear", "lora_kr linear"): (-0.02, 0.02),
+    ("upit", "mean"): (-0.02, 0.02),
+    ("upit", "mixture linear"): (-0.01, 0.03),
+    ("mean", "lora_kr linear"): (-0.01, 0.03),
+}
 DRAWN = (  # in the figure
     ("mixture", "mixture linear"), ("mixture linear", "lora_kr linear"), ("mixture linear", "lora_nr linear"),
     ("mean", "last"), ("upit", "mean"), ("upit", "mixture"), ("upit", "mixture linear"), ("mixture", "mixture_frozen"),
@@ -156,6 +163,29 @@ FRESH: dict[str, Callable[[], LoraConfig | MoELoraConfig]] = {
 
 def _lora(rank: int) -> LoraConfig:
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=FFN, task_type="CAUSAL_LM")
+
+
+class Plan(NamedTuple):
+    """
+    What is compared on a base.
+
+    Args:
+        methods: names, the most decisive first.
+        contrasts: pair of methods → the range in which its mean is expected.
+        seeds: of the runs that are compared.
+        passes: over the rows; if there are several, the best is taken.
+    """
+
+    methods: tuple[str, ...]
+    contrasts: Mapping[tuple[str, str], tuple[float, float]]
+    seeds: range
+    passes: tuple[int, ...]
+
+
+FIRST_BASE = Plan(tuple(METHODS), MappingProxyType(CONTRASTS), range(6), (1, 2))
+OTHER_BASE = Plan(
+    ("mixture linear", "lora_kr linear", "upit", "mean"), MappingProxyType(ON_ANOTHER_BASE), range(3), (2,)
+)
 
 
 class Job(NamedTuple):
@@ -194,26 +224,29 @@ class Study:
     Args:
         data: the folder of `train.jsonl` and `test.jsonl`.
         work: a folder for what is made on the way.
-        ledgers: a folder for a ledger of each seed.
+        base: a folder or name, with ledgers of its own; None: SmolLM2's.
 
     Raises:
         SystemExit: the ledgers' runs had other rows.
     """
 
-    def __init__(self, data: Path, work: Path, ledgers: Path = LEDGERS) -> None:
-        self.work, self.ledgers = work / "schedule", {}
+    def __init__(self, data: Path, work: Path, base: str | None = None) -> None:
+        self.base, self.plan = base or smollm2_folder(), OTHER_BASE if base else FIRST_BASE
+        self.name, self.ledgers = name_of_results("schedule", base), {}
+        self.work = work / self.name
         self.work.mkdir(parents=True, exist_ok=True)
         self.train, self.test = (
             [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
             for name in ("train", "test")
         )
-        self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+        self.tokenizer = AutoTokenizer.from_pretrained(self.base)
         digest = hashlib.sha256(json.dumps([self.train, self.test]).encode()).hexdigest()[:12]
-        for seed in (*SEEDS, TUNING_SEED):
-            ledger = self.ledgers[seed] = Ledger(ledgers / f"{'tuning' if seed == TUNING_SEED else seed}.jsonl")
+        for seed in (*self.plan.seeds, TUNING_SEED):
+            name = "tuning" if seed == TUNING_SEED else seed
+            ledger = self.ledgers[seed] = Ledger(RESULTS / self.name / f"{name}.jsonl")
             with FileLock(self.work / "rows.lock"):
                 if not ledger.records():
-                    rows = {"tasks": [row["domain"] for row in self.test]} if seed == SEEDS[0] else {}
+                    rows = {"tasks": [row["domain"] for row in self.test]} if seed == self.plan.seeds[0] else {}
                     ledger.add({"method": "rows", "data": digest, **rows}, f"{len(self.test)}")
             if ledger.records(method="rows")[0]["data"] != digest:
                 raise SystemExit(f"{ledger.path}: its runs had other rows; remove it to begin anew")
@@ -231,8 +264,10 @@ class Study:
 
     def passes(self) -> int | None:
         """Those of all methods, once they are chosen."""
+        if len(self.plan.passes) == 1:
+            return self.plan.passes[0]
         best = {}
-        for passes in PASSES:
+        for passes in self.plan.passes:
             if any(self.rate(method, passes) is None for method in TUNES_PASSES):
                 return None
             best[passes] = sum(min(self.losses(method, passes).values()) for method in TUNES_PASSES)
@@ -249,13 +284,13 @@ class Study:
         """Runs that are missing and can be made now, the most urgent first."""
         passes = self.passes()
         if passes is None:
-            for each in sorted(PASSES, reverse=True):  # the longest first
+            for each in sorted(self.plan.passes, reverse=True):  # the longest first
                 yield from self.tuning(TUNES_PASSES, each)
             return
-        yield from self.tuning([name for name, method in METHODS.items() if method.rate_of is None], passes)
-        rates = {name: rate for name in METHODS if (rate := self.rate(name, passes)) is not None}
-        done = {seed: {run["method"] for run in self.ledgers[seed].records()} for seed in SEEDS}
-        for seeds in (SEEDS[:3], SEEDS[3:]):
+        yield from self.tuning([name for name in self.plan.methods if METHODS[name].rate_of is None], passes)
+        rates = {name: rate for name in self.plan.methods if (rate := self.rate(name, passes)) is not None}
+        done = {seed: {run["method"] for run in self.ledgers[seed].records()} for seed in self.plan.seeds}
+        for seeds in (self.plan.seeds[:3], self.plan.seeds[3:]):
             for name, rate in rates.items():
                 for seed in seeds:
                     if name not in done[seed]:
@@ -284,7 +319,7 @@ class Study:
         if method.start in FRESH:
             model = self.fresh(method.start, job.seed)
             if method.in_two_steps:
-                if job.seed != TUNING_SEED and any(job.method + TAIL in pair for pair in CONTRASTS):
+                if job.seed != TUNING_SEED and any(job.method + TAIL in pair for pair in self.plan.contrasts):
                     tails = [TailMean(model, steps - half)]
                 self.fit(model, rows, job.seed, half, job.rate, "constant", method.options)
                 self.fit(model, rows, ~job.seed, steps - half, LAST * job.rate, "linear", method.options, *tails)
@@ -301,7 +336,7 @@ class Study:
 
     def fresh(self, start: str, seed: int) -> Any:
         """A new adapter on the base."""
-        model = AutoModelForCausalLM.from_pretrained(smollm2_folder())
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         set_seed(seed)
         return get_peft_model(model, FRESH[start]())
 
@@ -335,7 +370,7 @@ class Study:
 
     def after_step_1(self, start: str, folders: list[Path], rows: list[dict[str, str]], seed: int) -> Any:
         """What the second step trains."""
-        base = AutoModelForCausalLM.from_pretrained(smollm2_folder())
+        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         set_seed(seed)
         if start == "last":
             return PeftModel.from_pretrained(base, folders[-1], is_trainable=True)
@@ -368,19 +403,11 @@ class Study:
         init_gates(model, "ridge", batches)
 
     def measure(self, model: Any, job: Job, name: str, left_out: list[dict[str, str]], started: float) -> None:
-        of_left_out = tempered(
-            model, *tokenized(Dataset.from_list(left_out), self.tokenizer, preparation(max_length=64))
-        )
-        record: dict[str, Any] = {**job._asdict(), "method": name}
-        if job.seed == TUNING_SEED:
-            record |= by_task(of_left_out[1.0])
-        else:
-            found = tempered(
-                model, *tokenized(Dataset.from_list(self.test), self.tokenizer, preparation(max_length=64))
-            )
-            best = min(TEMPERATURES, key=lambda temperature: by_task(of_left_out[temperature])["loss"])
-            record |= by_task(found[1.0])
-            record |= {"temperature": best, "tempered": by_task(found[best])["tasks"], "rows": _of_rows(found[1.0])}
+        rows = left_out if job.seed == TUNING_SEED else self.test
+        found = answers(model, *tokenized(Dataset.from_list(rows), self.tokenizer, preparation(max_length=64)))
+        record: dict[str, Any] = {**job._asdict(), "method": name, **by_task(found)}
+        if job.seed != TUNING_SEED:
+            record["rows"] = _of_rows(found)
         record["decides"] = can_do(record["tasks"])
         record["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.ledgers[job.seed].add(record, f"{record['decides']:.4f} in {time.monotonic() - started:.0f} s")
@@ -396,27 +423,6 @@ class _Saver(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if (expert := self.experts.get(state.global_step)) is not None:
             self.model.save_pretrained(str(self.folder / f"expert_{expert}"))
-
-
-@torch.no_grad()
-def tempered(model: Any, rows: Dataset, collator: Any) -> dict[float, list[Answer]]:
-    """Temperature that logits are divided by → `answers`, all of one forward pass."""
-    found: dict[float, dict[int, Answer]] = {temperature: {} for temperature in TEMPERATURES}
-    base = model.get_base_model()
-    with evaluating(model):
-        for part, batch in batches_by_length(rows, collator, model.device):
-            labels = batch.pop("labels")[:, 1:]
-            mask = labels != -100
-            logits = base.lm_head(base.model(**batch).last_hidden_state[:, :-1][mask])
-            target = labels[mask]
-            is_top1 = mask.new_ones(mask.shape)
-            is_top1[mask] = logits.argmax(-1) == target
-            for temperature, of in found.items():
-                log_probs = logits.new_zeros(mask.shape)
-                log_probs[mask] = -cross_entropy(logits / temperature, target, reduction="none")
-                values = zip(log_probs.sum(-1).tolist(), mask.sum(-1).tolist(), is_top1.all(-1).tolist(), strict=True)
-                of |= {i: Answer(rows[i]["domain"], *value) for i, value in zip(part, values, strict=True)}
-    return {temperature: [of[i] for i in range(len(rows))] for temperature, of in found.items()}
 
 
 def can_do(tasks: dict[str, list[float]]) -> float:
@@ -437,18 +443,16 @@ def _of_rows(found: list[Answer]) -> dict[str, Any]:
 MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "loss, four tasks": lambda run: run["decides"],
     "all six": lambda run: run["loss"],
-    "four, one temperature": lambda run: can_do(run["tempered"]),
-    "six, one temperature": lambda run: statistics.fmean(loss for loss, _ in run["tempered"].values()),
     "right answers": lambda run: run["exact"],
 }
 
 
-def runs_of(ledgers: dict[int, Ledger]) -> dict[str, dict[int, dict[str, Any]]]:
+def runs_of(study: Study) -> dict[str, dict[int, dict[str, Any]]]:
     """Method → seed → its run."""
-    named = [name for pair in CONTRASTS for name in pair]
+    named = [name for pair in study.plan.contrasts for name in pair]
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in dict.fromkeys([*METHODS, *named])}
-    for seed in SEEDS:
-        for run in ledgers[seed].records():
+    for seed in study.plan.seeds:
+        for run in study.ledgers[seed].records():
             if run["method"] in found:
                 found[run["method"]][seed] = run
     return {name: of for name, of in found.items() if of}
@@ -459,11 +463,11 @@ def label_of(name: str) -> str:
 
 
 def contrasts(
-    runs: dict[str, dict[int, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
+    study: Study, runs: dict[str, dict[int, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
 ) -> dict[tuple[str, str], Difference]:
     """The contrasts that at least two seeds have."""
     found = {}
-    for name, other in (*CONTRASTS, *ADDED):
+    for name, other in dict.fromkeys([*study.plan.contrasts, *ADDED]):
         seeds = sorted(runs.get(name, {}).keys() & runs.get(other, {}).keys())
         if len(seeds) > 1:
             pairs = [[measure(runs[method][seed]) for seed in seeds] for method in (name, other)]
@@ -473,39 +477,33 @@ def contrasts(
 
 def report(study: Study) -> str:
     """The page of the runs that there are, and its figure."""
-    runs, measures = runs_of(study.ledgers), dict(MEASURES)
-    calibrated = all(run["temperature"] == 1 for of in runs.values() for run in of.values())
-    of_temperatures = ""
-    if calibrated:
-        measures = {name: of for name, of in measures.items() if not name.endswith("one temperature")}
-        of_temperatures = "No other temperature that was tried lowers a run's loss on the rows that it leaves out."
+    runs = runs_of(study)
     seeds = {len(of) for of in runs.values()}
     lines = [
         "# The mixture, the mean or the schedule",
         "",
         "`python -m studies.schedule report` writes this page; the script's head says what was fixed before the first "
-        f"run. SmolLM2-135M-Instruct, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
-        f"{' or '.join(map(str, sorted(seeds)))} seeds. {of_temperatures}",
+        f"run. {Path(study.base).name}, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
+        f"{' or '.join(map(str, sorted(seeds)))} seeds.",
         "",
-        f"| method | parameters | rate | seeds | {' | '.join(measures)} | temperature |",
-        f"|{'---|' * (5 + len(measures))}",
+        f"| method | parameters | rate | seeds | {' | '.join(MEASURES)} |",
+        f"|{'---|' * (4 + len(MEASURES))}",
     ]
     for name, of in sorted(runs.items(), key=lambda item: statistics.fmean(run["decides"] for run in item[1].values())):
         made = list(of.values())
-        means = [f"{statistics.fmean(map(measure, made)):.4f}" for measure in measures.values()]
-        temperature = f"{statistics.fmean(run['temperature'] for run in made):.2f}"
+        means = [f"{statistics.fmean(map(measure, made)):.4f}" for measure in MEASURES.values()]
         cells = [label_of(name), f"{made[0]['parameters'] / 1e6:.1f}M", f"{made[0]['rate']:g}", str(len(made))]
-        lines.append(f"| {' | '.join([*cells, *means, temperature])} |")
-    found = {name: contrasts(runs, measure) for name, measure in measures.items()}
+        lines.append(f"| {' | '.join([*cells, *means])} |")
+    found = {name: contrasts(study, runs, measure) for name, measure in MEASURES.items()}
     lines += [
         "",
-        f"| contrast | predicted | {' | '.join(f'{name} | 95 % interval' for name in measures)} |",
-        f"|{'---|' * (2 + 2 * len(measures))}",
+        f"| contrast | predicted | {' | '.join(f'{name} | 95 % interval' for name in MEASURES)} |",
+        f"|{'---|' * (2 + 2 * len(MEASURES))}",
     ]
     for pair, difference in found["loss, four tasks"].items():
         predicted = "added later"
-        if pair in CONTRASTS:
-            low, high = CONTRASTS[pair]
+        if pair in study.plan.contrasts:
+            low, high = study.plan.contrasts[pair]
             predicted = f"{low:+g} to {high:+g}{'' if low <= difference.mean <= high else ', missed'}"
         cells = [" − ".join(map(label_of, pair)), predicted]
         cells += [cell for of in found.values() for cell in of[pair].cells()]
@@ -515,13 +513,13 @@ def report(study: Study) -> str:
         for pair in DRAWN
         if pair in found["loss, four tasks"]
     ]
-    if drawn:
+    if drawn and study.plan is FIRST_BASE:
         plot_differences({"loss, four tasks": drawn}, RESULTS / "schedule.svg", "difference of held-out loss")
         lines += ["", "![Differences of held-out loss with 95 % intervals](schedule.svg)"]
     lines += ["", "Learning rates on the tuning seed, loss of the four tasks:", ""]
     lines += ["| method | passes | rate: loss | chosen |", "|---|---|---|---|"]
     for name, method in METHODS.items():
-        for passes in PASSES:
+        for passes in study.plan.passes:
             if method.rate_of is None and (losses := study.losses(name, passes)):
                 tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(losses.items()))
                 rate = study.rate(name, passes)
@@ -530,15 +528,15 @@ def report(study: Study) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, workers=True)
+    options = parser(__doc__, workers=True, base=True)
     options.set_defaults(data=Path(".cache/short_tasks_300"))
     args = options.parse_args()
     if args.command == "run" and args.worker is None:
         raise SystemExit(start_workers("schedule", args))
-    study = Study(args.data, args.work)
+    study = Study(args.data, args.work, args.base)
     if args.command == "report":
         page = report(study)
-        (RESULTS / "schedule.md").write_text(page)
+        (RESULTS / f"{study.name}.md").write_text(page)
         print(page)
         return
     score_answers_only()

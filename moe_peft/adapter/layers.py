@@ -72,7 +72,8 @@ class MoELoraLayer(BaseTunerLayer):
         self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name] = empty_parameters(spec.shapes(self._projections))
         if shared := spec.shared_shapes(self._projections):
             self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name] = empty_parameters(shared)
-        self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
+        dropout = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
+        self.moe_lora_dropout[adapter_name] = dropout.train(self.training)
         if spec.num_experts > 1:
             self.put_router(adapter_name)
         self.reset_parameters(adapter_name)

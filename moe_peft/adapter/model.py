@@ -153,6 +153,10 @@ class MoELoraModel(BaseTuner):
             )
         config = self.peft_config[adapter_name]
         original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
+        if (
+            not config.inference_mode
+        ):  # a config of a new adapter may be used for the next one; a loaded one has its own
+            self.peft_config[adapter_name] = copy.copy(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if original != adapter_name:  # TRL makes an adapter's reference with its config, by a copy of its parameters
             for module in model.modules():
@@ -171,13 +175,11 @@ class MoELoraModel(BaseTuner):
     def _set_alpha(self, adapter_name: str) -> None:
         """
         Write an alpha that was left out into the adapter's config: scalings stay when `top_k` or the experts change
-        later. A config of a new adapter may be used for the next one, so it is copied; a loaded adapter has its own.
+        later.
         """
         config = cast(MoELoraConfig, self.peft_config[adapter_name])
         if config.lora_alpha is not None or "lora_alpha" in EXPERTS[config.expert_type].unread:
             return
-        if not config.inference_mode:
-            config = self.peft_config[adapter_name] = copy.copy(config)
         config.alpha_pattern = {**config.alpha_pattern}
         config.lora_alpha = usual_alpha(config.r, config.top_k, config.use_rslora)
         alphas = {

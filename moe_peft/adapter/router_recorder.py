@@ -97,12 +97,13 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
     observers = _observers.get(module.base_model, ())
     if observers:  # reading it waits for the device
         mask = _without_queries(mask)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) != rows:
         mask = None
     outer = outer_collection(module)
     state.current.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
 
 
+@torch.compiler.disable
 def _without_queries(mask: Any) -> Any:
     """Of an attention mask [B, 1, Q, K] the tokens that are attended to, [B, K], without free places of a cache."""
     if isinstance(mask, dict):  # by kind of attention

@@ -40,7 +40,8 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     """
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
-    for token in set(range(min(size, len(tokenizer)))) - set(tokenizer.all_special_ids):
+    tokens = {token for token in tokenizer.get_vocab().values() if token < size}  # some numbers may have none
+    for token in tokens - set(tokenizer.all_special_ids):
         text = tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens(token).replace("▁", " ")
         text = text.strip() or text
         name = next((name for name, pattern in _PATTERNS if re.fullmatch(pattern, text)), "other")

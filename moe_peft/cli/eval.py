@@ -71,7 +71,7 @@ def run(settings: EvalSettings) -> None:
         settings.output,
         base=settings.base,
         with_base=not settings.no_base,
-        experts=None if settings.experts is None else list(dict.fromkeys(settings.experts)),
+        experts=settings.experts,
         each_expert=settings.each_expert,
         dtype=settings.dtype,
         quantization=settings.quantization,

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model
 from transformers import EarlyStoppingCallback, set_seed
+from trl import DPOConfig
 
 from ..adapter.config import MoELoraConfig
 from ..models.layer import native_layers, routed_layers
@@ -78,10 +80,17 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
         measured = _measured(options, trainer_class, stages, config, data) if options.run.time else {}
         print_estimates(base, model, stages, data, tokenizer, launch, measured, said)
         return
+    names = [args.training_stage for args in stages.values()]
     if len(stages) > 1 and options.training.deepspeed_plugin is not None:
         raise InputError(
-            f"stages={[args.training_stage for args in stages.values()]}: DeepSpeed prepares a model for one training; "
-            "use DDP, FSDP2, stages=[joint], or one run per stage with training_stage"
+            f"stages={names}: DeepSpeed prepares a model for one training; use DDP, FSDP2, stages=[joint], or one run "
+            "per stage with training_stage"
+        )
+    sharded = bool(options.training.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if len(stages) > 1 and sharded and config is not None and isinstance(options.training, DPOConfig):
+        raise InputError(
+            f"stages={names}: TRL copies an adapter to compare with, which FSDP has sharded from the second stage on; "
+            "use DDP, stages=[joint], or one run per stage with training_stage"
         )
     if options.training.push_to_hub:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
@@ -155,7 +164,6 @@ def _train(
             trainer.earlier_training = facts
             if (patience := options.run.early_stopping_patience) is not None:
                 trainer.add_callback(EarlyStoppingCallback(patience))
-                args.restore_callback_states_from_checkpoint = True  # how long it has waited
             train(trainer, keep=None, **start)
         facts = trainer.training_facts()
         model, config = trainer.model, None

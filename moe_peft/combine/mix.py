@@ -393,7 +393,7 @@ def warn_of_templates(parts: Sequence[AdapterFolder | DenseFolder]) -> None:
 def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     paths = settings.models or []
     models = [open_folder(path, "models", DenseFolder) for path in paths]
-    warn_of_templates(models)
+    warn_of_templates([model for model in models if model is models[0] or model.has_tokenizer])
     source = Source(settings, labels, models[0].tokenizer)
     calibration, held_out = source.split()
     parts = None if held_out is None else source.parts(held_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from accelerate import PartialState
 from ..analysis.inputs import describe
 from ..models.introspection import base_model, expert_names
 from ..models.layer import routed_layers
-from ..models.steering import Expert, allow_experts, force_experts
+from ..models.steering import Expert, allow_experts, expert_indices, force_experts
 from ..native.folders import AdapterFolder, open_folder
 from ..utils.distributed import on_main_process
 from ..utils.io import output_folder
@@ -95,10 +95,12 @@ def evaluate_model(
                 check_template(each.tokenizer, settings.apply_chat_template, "apply_chat_template")
         harness = Harness(settings)
         model, tokenizer = folder.load(dtype, quantization), folder.tokenizer
+        if experts is not None:
+            experts = _named(model, dict.fromkeys(expert_indices(model, experts, "--experts")))
         results = _run(harness, model, tokenizer, experts, each_expert)
         about = {
             "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
-            "experts": None if experts is None else list(experts), **asdict(settings),
+            "experts": experts, **asdict(settings),
         }  # fmt: skip
         if with_base and adapter:
             with model.disable_adapter():
@@ -130,13 +132,18 @@ def _run(
 
 
 def _alone(model: Any, experts: Sequence[Expert] | None) -> list[Expert]:
-    """The experts to evaluate one by one, by their names if they have some."""
+    """The experts to evaluate one by one."""
     sizes = {layer.num_experts for layer in routed_layers(model, "--each-expert")}
     smallest = min(sizes)
     if len(sizes) > 1 and experts is None:
         logger.warning("--each-expert: layers have %d to %d experts; only the first %d", smallest, max(sizes), smallest)
-    names, all_of_them = expert_names(model), list(range(smallest) if experts is None else experts)
-    return [names[expert] if names and isinstance(expert, int) else expert for expert in all_of_them]
+    return _named(model, range(smallest)) if experts is None else list(experts)
+
+
+def _named(model: Any, experts: Iterable[int]) -> list[Expert]:
+    """Experts by their names, if they have some."""
+    names = expert_names(model) or []
+    return [names[expert] if expert < len(names) else expert for expert in experts]
 
 
 def _steered(model: Any, experts: Sequence[Expert] | None) -> AbstractContextManager[None]:

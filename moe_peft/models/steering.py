@@ -51,7 +51,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor | Expert | Sequence[
     ```
     """
     if not isinstance(experts_B, torch.Tensor):
-        experts_B = torch.tensor(_indices(model, experts_B, "force_experts"))
+        experts_B = torch.tensor(expert_indices(model, experts_B, "force_experts"))
     smallest = min(layer.num_experts for layer in routed_layers(model, "force_experts"))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
@@ -90,7 +90,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Ex
     """
     n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
-        allowed = _indices(model, allowed, "allow_experts")
+        allowed = expert_indices(model, allowed, "allow_experts")
         if not all(0 <= i < n for i in allowed):
             raise InputError(f"allow_experts: allowed={allowed}: the model has experts 0 to {n - 1}")
         mask = torch.zeros(1, n, dtype=torch.bool)
@@ -107,7 +107,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Ex
         yield
 
 
-def _indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
+def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
     """Experts as indices. A text is a name or, if there is no such name, an index."""
     experts = [experts] if isinstance(experts, (int, str)) else list(experts)
     names = expert_names(model) or []

@@ -79,6 +79,11 @@ class ModelFolder(ABC):
         with reading(self):
             return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=_DOWNLOADED))
 
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether it was saved with a tokenizer."""
+        return _find(self.path, "tokenizer_config.json") is not None
+
     @property
     @abstractmethod
     def tokenizer(self) -> Any:
@@ -276,13 +281,8 @@ class AdapterFolder(ModelFolder):
         return read_adapter_weights(self.path, self)
 
     @cached_property
-    def has_tokenizer(self) -> bool:
-        """Whether it was saved with a tokenizer: training may have changed the base's chat template and EOS token."""
-        return _find(self.path, "tokenizer_config.json") is not None
-
-    @cached_property
     def tokenizer(self) -> Any:
-        """Its own, or the base's."""
+        """Its own, as training may have changed the base's chat template and EOS token; or the base's."""
         if not self.has_tokenizer:
             return self.base.tokenizer
         tokenizer = read_tokenizer(self.path, self)

@@ -96,7 +96,7 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
             `resume_from_checkpoint`; nothing is removed.
         facts: what identifies the training, besides its fingerprint.
     """
-    args, steps = trainer.args, total_steps(trainer)
+    args, steps = trainer.args, total_steps(trainer)  # raises where rows fill no batch
     kept: set[int] = set()
     if keep is not None:
         # Steps are counted now: the last one's checkpoint is the result, so it stays too.
@@ -216,14 +216,14 @@ def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
         )
 
 
-def _stopped_early(trainer: Any, state: TrainerState) -> bool:
-    """Whether a training had waited as long as this one does for something better."""
+def _early_stopping(trainer: Any, state: TrainerState) -> EarlyStoppingCallback | None:
+    """The trainer's callback, which goes on to wait where that of a checkpoint's training was; not its patience."""
     saved = state.stateful_callbacks.get(EarlyStoppingCallback.__name__)
-    return saved is not None and any(
-        saved["attributes"]["early_stopping_patience_counter"] >= callback.early_stopping_patience
-        for callback in trainer.callback_handler.callbacks
-        if isinstance(callback, EarlyStoppingCallback)
-    )
+    for callback in trainer.callback_handler.callbacks:
+        if saved is not None and isinstance(callback, EarlyStoppingCallback):
+            callback.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+            return callback
+    return None
 
 
 def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
@@ -233,7 +233,9 @@ def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
         trainer._train_batch_size = state.train_batch_size  # as the trainer does
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if state.global_step < steps and not _stopped_early(trainer, state):
+    waiting = _early_stopping(trainer, state)
+    stopped = waiting is not None and waiting.early_stopping_patience_counter >= waiting.early_stopping_patience
+    if state.global_step < steps and not stopped:
         if not has_optimizer(checkpoint):
             raise InputError(
                 f"resume_from_checkpoint={args.resume_from_checkpoint!r}: {checkpoint} has no optimizer state "
@@ -242,6 +244,8 @@ def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
         return False
     if steps < state.global_step or (sharded and not kept):
         name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
+        if waiting is not None and state.global_step < steps:
+            name, value = "early_stopping_patience", waiting.early_stopping_patience
         raise InputError(
             f"{name}={value}: {checkpoint} has {state.global_step} steps already; raise {name}, or start anew"
         )

@@ -419,6 +419,9 @@ def test_a_trainer_that_turns_dropout_off_turns_all_of_it_off(mixing: str):
         assert not torch.equal(logits(model), logits(model))
         disable_dropout_in_model(model)
         assert torch.equal(logits(model), logits(model))
+        model.eval().add_adapter("later", model.peft_config["default"])
+        model.set_adapter("later")
+        assert torch.equal(logits(model), logits(model))
 
 
 def test_a_config_that_was_used_is_as_it_was():

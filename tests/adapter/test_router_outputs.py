@@ -97,6 +97,9 @@ def test_a_mask_of_pairs_says_nothing_of_padding():
     model, inputs = adapted().eval(), batch(padded=False)
     causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(3, 1, 12, 12)
     out = model(**{**inputs, "attention_mask": causal})
+    with observed_routing(model, lambda collection: None):
+        of_all_rows = model(**{**inputs, "attention_mask": causal[:1]})
+    torch.testing.assert_close(of_all_rows.aux_loss, out.aux_loss)
     torch.testing.assert_close(out.loss, model(**inputs).loss)
     torch.testing.assert_close(out.aux_loss, layer_balancing_loss(out.router_logits, 4, 2))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft.analysis import TOKEN_CLASSES, RoutingStatistics, classify_tokens, record_routing
@@ -202,6 +204,9 @@ def test_token_classes(tokenizer):
     assert TOKEN_CLASSES[classes[tokenizer.pad_token_id]] == TOKEN_CLASSES[classes[129]] == "other"
     pieces = sentencepiece_tokenizer()  # decodes a space by itself to nothing
     assert TOKEN_CLASSES[classify_tokens(pieces)[pieces.convert_tokens_to_ids("▁")]] == "space"
+    holes = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "Three": 3}, unk_token="<unk>"))  # none has id 2
+    found = classify_tokens(PreTrainedTokenizerFast(tokenizer_object=holes, unk_token="<unk>"), size=4)
+    assert [TOKEN_CLASSES[i] for i in found] == ["other", "words", "other", "capitalized"]
 
 
 @pytest.mark.slow

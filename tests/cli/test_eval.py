@@ -144,6 +144,18 @@ def test_masked_experts(kind, folder, tmp_path):
     assert alone["model"] == alone["expert 2"] and "expert 0" not in alone
 
 
+def test_experts_have_their_names_however_they_are_given(folder, tmp_path):
+    named = tmp_path / "named"
+    shutil.copytree(folder / "adapter", named)
+    config = json.loads((named / "adapter_config.json").read_text())
+    (named / "adapter_config.json").write_text(json.dumps({**config, "expert_names": ["a", "b", "1", "d"]}))
+    given = ("--experts", "0,1,b", "--each-expert", "--no-base", "--limit", 4)
+    found = evaluate(folder, tmp_path / "out", "--model", named, *given, tasks="toy_text")
+    assert list(found) == ["model", "expert a", "expert 1", "expert b"]  # a name comes before a number
+    about = json.loads((tmp_path / "out" / "results.json").read_text())["about"]
+    assert about["experts"] == ["a", "1", "b"]
+
+
 def test_a_native_moe_keeps_its_own_routers(folder, tmp_path, tokenizer):
     model = dense(folder / "native")
     replace_routers(model, "mlp", seed=3)

@@ -24,7 +24,7 @@ from moe_peft.cli import main
 from moe_peft.cli.arguments import training_stages
 from moe_peft.cli.sft import parser
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.training import MoESFTConfig, MoESFTTrainer
+from moe_peft.training import MoESFTConfig, MoESFTTrainer, resuming
 from moe_peft.training.checkpointing import fingerprint_of, mark_complete
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import tuner_layers
@@ -242,7 +242,7 @@ def test_evaluation_on_a_split(case, tmp_path):
     assert [record["step"] for record in log if "eval_loss" in record] == [0]
 
 
-def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys):
+def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys, monkeypatch):
     (tmp_path / "data").mkdir()
     for split, offset in (("train", 0), ("test", 5)):
         (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(12, offset))))
@@ -252,10 +252,10 @@ def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys
         "greater_is_better": True,
         "early_stopping_patience": 2,
     }  # the first is best
-    own |= {"metric_for_best_model": "loss"}
+    own |= {"metric_for_best_model": "loss", "max_steps": 8}
     out = run("sft", tmp_path, {**case, **own})
     state = json.loads((out / "trainer_state.json").read_text())
-    assert state["global_step"] < 6 and state["best_global_step"] < state["global_step"]
+    assert state["global_step"] < 7 and state["best_global_step"] < state["global_step"]
     step, steps = state["best_global_step"], state["global_step"]
     printed = capsys.readouterr().out
     assert f"result: {out} (step {step} of {steps}: the best loss, {state['best_metric']:.4g})\n" in printed
@@ -269,6 +269,19 @@ def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys
     assert run("sft", tmp_path, {**case, **own}, "--resume_from_checkpoint", "true") == out
     again = json.loads((out / "trainer_state.json").read_text())
     assert again["global_step"] == steps and (out / "adapter_model.safetensors").read_bytes() == before
+    patient = {**case, **own, "early_stopping_patience": 3, "resume_from_checkpoint": True}
+    assert json.loads((run("sft", tmp_path, patient) / "trainer_state.json").read_text())["global_step"] == steps + 1
+
+    def as_sharded(trainer, *args):  # whose result cannot be made of a checkpoint without training
+        trainer.is_fsdp_enabled = True
+        return load_if_done(trainer, *args)
+
+    load_if_done = resuming._load_if_done
+    monkeypatch.setattr(resuming, "_load_if_done", as_sharded)
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, patient)
+    said = f"checkpoint-{steps + 1} has {steps + 1} steps already; raise early_stopping_patience, or start anew"
+    assert f"error: early_stopping_patience=3: {out}/{said}" in capsys.readouterr().err
     without = {**case, "early_stopping_patience": 2}
     line = refused("sft", tmp_path / "data", without, capsys=capsys)
     assert line.startswith("error: early_stopping_patience=2: set eval_strategy=steps, eval_steps and load_best_model")
@@ -341,7 +354,7 @@ def test_dpo(case, tmp_path):
     assert PeftConfig.from_pretrained(out).router_aux_loss_coef == 0.5
 
 
-def test_each_stage_of_dpo_has_the_model_that_it_starts_from_as_its_reference(case, tmp_path):
+def test_each_stage_of_dpo_has_the_model_that_it_starts_from_as_its_reference(case, tmp_path, monkeypatch, capsys):
     """And the copies are not left in the result."""
     settings = {**case, "max_steps": 2, "save_steps": 2}
     settings["dataset_name"] = case["dataset_name"].replace("train.jsonl", "pairs.jsonl")
@@ -353,6 +366,9 @@ def test_each_stage_of_dpo_has_the_model_that_it_starts_from_as_its_reference(ca
         assert first["rewards/margins"] == pytest.approx(0, abs=1e-6)
     (tmp_path / "plan").mkdir()
     run("dpo", tmp_path / "plan", {**settings, "stages": stages}, "--dry-run", "--time")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as its launcher says it
+    line = refused("dpo", tmp_path / "plan", {**settings, "stages": stages}, capsys=capsys)
+    assert line.startswith("error: stages=['rest', 'routers', 'joint']: TRL copies an adapter to compare with")
 
 
 def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
@@ -679,6 +695,23 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
     assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
     for args in (routers, rest):
         assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) == args.gradient_checkpointing
+
+
+@pytest.mark.parametrize("new_first", [True, False])
+def test_a_stage_may_spell_a_setting_otherwise(new_first, case, tmp_path):
+    names = ["activation_checkpointing", "gradient_checkpointing"][:: 1 if new_first else -1]
+    if "activation_checkpointing" not in {f.name for f in dataclasses.fields(MoESFTConfig)}:
+        pytest.skip("this version of transformers has the old name alone")
+    own = {name: value for name, value in case.items() if name != "gradient_checkpointing"}
+    own |= {"label_column": "domain", "expert_map": MASKS}
+    stages = {"routers": {names[1]: False, "fp16": True}, "rest": None}
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump({**own, "output_dir": "out", "bf16": True, names[0]: True, "stages": stages}, sort_keys=False)
+    )
+    routers, rest = training_stages(parser("moe-peft sft").parse_args(["--config", str(path)])).values()
+    assert (routers.gradient_checkpointing, routers.bf16, routers.fp16) == (False, False, True)
+    assert (rest.gradient_checkpointing, rest.bf16, rest.fp16) == (True, True, False)
 
 
 def test_a_stages_own_metric_has_its_own_direction(case, tmp_path):

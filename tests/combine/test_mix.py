@@ -228,9 +228,11 @@ def test_models_with_other_end_tokens_are_warned_of(case, tmp_path, tokenizer, c
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.eos_token = "w5"
     tokenizer.save_pretrained(tmp_path / "other")
-    models = [str(case / "dense-a"), str(tmp_path / "other")]
-    mix(settings(case, output=str(tmp_path / "out"), adapters=None, models=models, labels=["a", "b"]))
-    assert any("other' has another EOS token than models=" in record.message for record in caplog.records)
+    shutil.copytree(case / "dense-c", tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    models = [str(case / "dense-a"), str(tmp_path / "other"), str(tmp_path / "bare")]
+    mix(settings(case, output=str(tmp_path / "out"), adapters=None, models=models, labels=list("abc")))
+    warned = [record.message for record in caplog.records if "another EOS token than models=" in record.message]
+    assert len(warned) == 1 and "other' has" in warned[0]
 
 
 def test_bfloat16_models_are_averaged_as_the_mixture_is(case, tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -18,7 +17,7 @@ from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.models.native_routers import replace_routers
 from moe_peft.native import export_adapter
 from moe_peft.routing import RouterSettings, load_health, sigmoid_gates, top_k_gates
-from tests.helpers.adapters import adapted, batch
+from tests.helpers.adapters import adapted, adapter, batch
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
 from tests.helpers.native_case import dense_model, logits, saved
@@ -137,13 +136,15 @@ def test_it_balances_and_the_balancing_loss_counts_the_biased_choice():
     assert before > 0.5 and load() < before / 2
 
 
-def test_an_adapter_begins_without_the_biases_of_another():
-    """The reference that TRL makes of an adapter, with its config, has them."""
-    model = adapted(**BIAS).train()
+@pytest.mark.parametrize("lora_alpha", [None, 16])
+def test_an_adapter_begins_without_the_biases_of_another(lora_alpha):
+    """The reference that TRL makes of an adapter, with the config that the model has of it, has them."""
+    config = adapter(**BIAS, lora_alpha=lora_alpha)
+    model = get_peft_model(tiny_llama(), config).train()
     with router_bias_updates(model) as update:
         model(**batch())
         update()
-    model.add_adapter("fresh", dataclasses.replace(model.peft_config["default"]))
+    model.add_adapter("fresh", config)
     model.add_adapter("ref", model.peft_config["default"])
     trained, fresh, ref = (
         [layer.router(name).bias_steps for layer in model.modules() if isinstance(layer, MoELoraLayer)]

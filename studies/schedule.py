@@ -19,14 +19,9 @@ training rows that this seed leaves out: the held-out rows choose nothing. Contr
 
 The loss per answer token on the four tasks that the model can do decides, paired over six seeds, with 95 % t intervals.
 Beside it: all six tasks, and right answers. Of seventeen contrasts, three in five such studies would show one without 0
-where there is no difference at all. A prediction is the range where the mean of a contrast is expected. The runs on
-SmolLM2 were also measured after one temperature each, fitted on the rows that their seed leaves out: none was better
-with another one than 1, so over-confidence explains nothing, and later runs do without.
-
-    python -m studies.schedule run --base FOLDER   # and report: another base, with ledgers and a page of its own
-
-On another base four methods are compared, in two passes, as on SmolLM2, on three seeds; ON_ANOTHER_BASE has what was
-expected before its first run.
+where there is no difference at all. A prediction is the range where the mean of a contrast is expected. The runs in
+the ledgers were also measured after one temperature each, fitted on the rows that their seed leaves out. None was
+better with another one than 1, so over-confidence explains nothing, and it is not measured any more.
 """
 
 from __future__ import annotations
@@ -59,11 +54,13 @@ from moe_peft.upit.buckets import perplexity_buckets
 from .differences import Difference, paired_difference, plot_differences
 from .exact_match import Answer, answers, by_task
 from .rates import best_rate, next_rate
-from .runs import DEVICE, Ledger, arguments, name_of_results, parser, score_answers_only, start_workers, work
+from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 from .upit import BEYOND, mean_adapter
 
 RESULTS = Path(__file__).parent / "results"
-TUNING_SEED, FIRST_RATES = 6, (1e-3, 2e-3, 4e-3)
+LEDGERS = RESULTS / "schedule"
+SEEDS, TUNING_SEED = range(6), 6
+FIRST_RATES, PASSES = (1e-3, 2e-3, 4e-3), (1, 2)
 LEFT_OUT, SEED_SHARE, LAST = 1 / 4, 1 / 10, 1 / 8  # of the rows; of them for routers; the second step's rate
 EXPERTS, RANK, TOP_K = 8, 8, 2
 FFN = ["gate_proj", "up_proj", "down_proj"]
@@ -141,12 +138,6 @@ ADDED = (
     ("upit", "mixture linear"),
     ("mean", "lora_nr linear"),
 )
-ON_ANOTHER_BASE = {
-    ("mixture linear", "lora_kr linear"): (-0.02, 0.02),
-    ("upit", "mean"): (-0.02, 0.02),
-    ("upit", "mixture linear"): (-0.01, 0.03),
-    ("mean", "lora_kr linear"): (-0.01, 0.03),
-}
 DRAWN = (  # in the figure
     ("mixture", "mixture linear"), ("mixture linear", "lora_kr linear"), ("mixture linear", "lora_nr linear"),
     ("mean", "last"), ("upit", "mean"), ("upit", "mixture"), ("upit", "mixture linear"), ("mixture", "mixture_frozen"),
@@ -163,29 +154,6 @@ FRESH: dict[str, Callable[[], LoraConfig | MoELoraConfig]] = {
 
 def _lora(rank: int) -> LoraConfig:
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=FFN, task_type="CAUSAL_LM")
-
-
-class Plan(NamedTuple):
-    """
-    What is compared on a base.
-
-    Args:
-        methods: names, the most decisive first.
-        contrasts: pair of methods → the range in which its mean is expected.
-        seeds: of the runs that are compared.
-        passes: over the rows; if there are several, the best is taken.
-    """
-
-    methods: tuple[str, ...]
-    contrasts: Mapping[tuple[str, str], tuple[float, float]]
-    seeds: range
-    passes: tuple[int, ...]
-
-
-FIRST_BASE = Plan(tuple(METHODS), MappingProxyType(CONTRASTS), range(6), (1, 2))
-OTHER_BASE = Plan(
-    ("mixture linear", "lora_kr linear", "upit", "mean"), MappingProxyType(ON_ANOTHER_BASE), range(3), (2,)
-)
 
 
 class Job(NamedTuple):
@@ -224,29 +192,26 @@ class Study:
     Args:
         data: the folder of `train.jsonl` and `test.jsonl`.
         work: a folder for what is made on the way.
-        base: a folder or name, with ledgers of its own; None: SmolLM2's.
+        ledgers: a folder for a ledger of each seed.
 
     Raises:
         SystemExit: the ledgers' runs had other rows.
     """
 
-    def __init__(self, data: Path, work: Path, base: str | None = None) -> None:
-        self.base, self.plan = base or smollm2_folder(), OTHER_BASE if base else FIRST_BASE
-        self.name, self.ledgers = name_of_results("schedule", base), {}
-        self.work = work / self.name
+    def __init__(self, data: Path, work: Path, ledgers: Path = LEDGERS) -> None:
+        self.work, self.ledgers = work / "schedule", {}
         self.work.mkdir(parents=True, exist_ok=True)
         self.train, self.test = (
             [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
             for name in ("train", "test")
         )
-        self.tokenizer = AutoTokenizer.from_pretrained(self.base)
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
         digest = hashlib.sha256(json.dumps([self.train, self.test]).encode()).hexdigest()[:12]
-        for seed in (*self.plan.seeds, TUNING_SEED):
-            name = "tuning" if seed == TUNING_SEED else seed
-            ledger = self.ledgers[seed] = Ledger(RESULTS / self.name / f"{name}.jsonl")
+        for seed in (*SEEDS, TUNING_SEED):
+            ledger = self.ledgers[seed] = Ledger(ledgers / f"{'tuning' if seed == TUNING_SEED else seed}.jsonl")
             with FileLock(self.work / "rows.lock"):
                 if not ledger.records():
-                    rows = {"tasks": [row["domain"] for row in self.test]} if seed == self.plan.seeds[0] else {}
+                    rows = {"tasks": [row["domain"] for row in self.test]} if seed == SEEDS[0] else {}
                     ledger.add({"method": "rows", "data": digest, **rows}, f"{len(self.test)}")
             if ledger.records(method="rows")[0]["data"] != digest:
                 raise SystemExit(f"{ledger.path}: its runs had other rows; remove it to begin anew")
@@ -264,10 +229,8 @@ class Study:
 
     def passes(self) -> int | None:
         """Those of all methods, once they are chosen."""
-        if len(self.plan.passes) == 1:
-            return self.plan.passes[0]
         best = {}
-        for passes in self.plan.passes:
+        for passes in PASSES:
             if any(self.rate(method, passes) is None for method in TUNES_PASSES):
                 return None
             best[passes] = sum(min(self.losses(method, passes).values()) for method in TUNES_PASSES)
@@ -284,13 +247,13 @@ class Study:
         """Runs that are missing and can be made now, the most urgent first."""
         passes = self.passes()
         if passes is None:
-            for each in sorted(self.plan.passes, reverse=True):  # the longest first
+            for each in sorted(PASSES, reverse=True):  # the longest first
                 yield from self.tuning(TUNES_PASSES, each)
             return
-        yield from self.tuning([name for name in self.plan.methods if METHODS[name].rate_of is None], passes)
-        rates = {name: rate for name in self.plan.methods if (rate := self.rate(name, passes)) is not None}
-        done = {seed: {run["method"] for run in self.ledgers[seed].records()} for seed in self.plan.seeds}
-        for seeds in (self.plan.seeds[:3], self.plan.seeds[3:]):
+        yield from self.tuning([name for name in METHODS if METHODS[name].rate_of is None], passes)
+        rates = {name: rate for name in METHODS if (rate := self.rate(name, passes)) is not None}
+        done = {seed: {run["method"] for run in self.ledgers[seed].records()} for seed in SEEDS}
+        for seeds in (SEEDS[:3], SEEDS[3:]):
             for name, rate in rates.items():
                 for seed in seeds:
                     if name not in done[seed]:
@@ -319,7 +282,7 @@ class Study:
         if method.start in FRESH:
             model = self.fresh(method.start, job.seed)
             if method.in_two_steps:
-                if job.seed != TUNING_SEED and any(job.method + TAIL in pair for pair in self.plan.contrasts):
+                if job.seed != TUNING_SEED and any(job.method + TAIL in pair for pair in CONTRASTS):
                     tails = [TailMean(model, steps - half)]
                 self.fit(model, rows, job.seed, half, job.rate, "constant", method.options)
                 self.fit(model, rows, ~job.seed, steps - half, LAST * job.rate, "linear", method.options, *tails)
@@ -336,7 +299,7 @@ class Study:
 
     def fresh(self, start: str, seed: int) -> Any:
         """A new adapter on the base."""
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(smollm2_folder())
         set_seed(seed)
         return get_peft_model(model, FRESH[start]())
 
@@ -370,7 +333,7 @@ class Study:
 
     def after_step_1(self, start: str, folders: list[Path], rows: list[dict[str, str]], seed: int) -> Any:
         """What the second step trains."""
-        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(smollm2_folder())
         set_seed(seed)
         if start == "last":
             return PeftModel.from_pretrained(base, folders[-1], is_trainable=True)
@@ -447,12 +410,12 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
 }
 
 
-def runs_of(study: Study) -> dict[str, dict[int, dict[str, Any]]]:
+def runs_of(ledgers: dict[int, Ledger]) -> dict[str, dict[int, dict[str, Any]]]:
     """Method → seed → its run."""
-    named = [name for pair in study.plan.contrasts for name in pair]
+    named = [name for pair in CONTRASTS for name in pair]
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in dict.fromkeys([*METHODS, *named])}
-    for seed in study.plan.seeds:
-        for run in study.ledgers[seed].records():
+    for seed in SEEDS:
+        for run in ledgers[seed].records():
             if run["method"] in found:
                 found[run["method"]][seed] = run
     return {name: of for name, of in found.items() if of}
@@ -463,11 +426,11 @@ def label_of(name: str) -> str:
 
 
 def contrasts(
-    study: Study, runs: dict[str, dict[int, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
+    runs: dict[str, dict[int, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
 ) -> dict[tuple[str, str], Difference]:
     """The contrasts that at least two seeds have."""
     found = {}
-    for name, other in dict.fromkeys([*study.plan.contrasts, *ADDED]):
+    for name, other in (*CONTRASTS, *ADDED):
         seeds = sorted(runs.get(name, {}).keys() & runs.get(other, {}).keys())
         if len(seeds) > 1:
             pairs = [[measure(runs[method][seed]) for seed in seeds] for method in (name, other)]
@@ -477,13 +440,13 @@ def contrasts(
 
 def report(study: Study) -> str:
     """The page of the runs that there are, and its figure."""
-    runs = runs_of(study)
+    runs = runs_of(study.ledgers)
     seeds = {len(of) for of in runs.values()}
     lines = [
         "# The mixture, the mean or the schedule",
         "",
         "`python -m studies.schedule report` writes this page; the script's head says what was fixed before the first "
-        f"run. {Path(study.base).name}, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
+        f"run. SmolLM2-135M-Instruct, six short tasks, {study.passes()} passes over three quarters of 1,150 rows; "
         f"{' or '.join(map(str, sorted(seeds)))} seeds.",
         "",
         f"| method | parameters | rate | seeds | {' | '.join(MEASURES)} |",
@@ -494,7 +457,7 @@ def report(study: Study) -> str:
         means = [f"{statistics.fmean(map(measure, made)):.4f}" for measure in MEASURES.values()]
         cells = [label_of(name), f"{made[0]['parameters'] / 1e6:.1f}M", f"{made[0]['rate']:g}", str(len(made))]
         lines.append(f"| {' | '.join([*cells, *means])} |")
-    found = {name: contrasts(study, runs, measure) for name, measure in MEASURES.items()}
+    found = {name: contrasts(runs, measure) for name, measure in MEASURES.items()}
     lines += [
         "",
         f"| contrast | predicted | {' | '.join(f'{name} | 95 % interval' for name in MEASURES)} |",
@@ -502,8 +465,8 @@ def report(study: Study) -> str:
     ]
     for pair, difference in found["loss, four tasks"].items():
         predicted = "added later"
-        if pair in study.plan.contrasts:
-            low, high = study.plan.contrasts[pair]
+        if pair in CONTRASTS:
+            low, high = CONTRASTS[pair]
             predicted = f"{low:+g} to {high:+g}{'' if low <= difference.mean <= high else ', missed'}"
         cells = [" − ".join(map(label_of, pair)), predicted]
         cells += [cell for of in found.values() for cell in of[pair].cells()]
@@ -513,13 +476,13 @@ def report(study: Study) -> str:
         for pair in DRAWN
         if pair in found["loss, four tasks"]
     ]
-    if drawn and study.plan is FIRST_BASE:
+    if drawn:
         plot_differences({"loss, four tasks": drawn}, RESULTS / "schedule.svg", "difference of held-out loss")
         lines += ["", "![Differences of held-out loss with 95 % intervals](schedule.svg)"]
     lines += ["", "Learning rates on the tuning seed, loss of the four tasks:", ""]
     lines += ["| method | passes | rate: loss | chosen |", "|---|---|---|---|"]
     for name, method in METHODS.items():
-        for passes in study.plan.passes:
+        for passes in PASSES:
             if method.rate_of is None and (losses := study.losses(name, passes)):
                 tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(losses.items()))
                 rate = study.rate(name, passes)
@@ -528,15 +491,15 @@ def report(study: Study) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, workers=True, base=True)
+    options = parser(__doc__, workers=True)
     options.set_defaults(data=Path(".cache/short_tasks_300"))
     args = options.parse_args()
     if args.command == "run" and args.worker is None:
         raise SystemExit(start_workers("schedule", args))
-    study = Study(args.data, args.work, args.base)
+    study = Study(args.data, args.work)
     if args.command == "report":
         page = report(study)
-        (RESULTS / f"{study.name}.md").write_text(page)
+        (RESULTS / "schedule.md").write_text(page)
         print(page)
         return
     score_answers_only()

@@ -287,8 +287,7 @@ def study_of_schedule(folder):
     from studies.runs import Ledger
 
     study = object.__new__(schedule.Study)
-    study.base, study.plan, study.name = "SmolLM2-135M-Instruct", schedule.FIRST_BASE, "schedule"
-    names = {seed: str(seed) for seed in study.plan.seeds} | {schedule.TUNING_SEED: "tuning"}
+    names = {seed: str(seed) for seed in schedule.SEEDS} | {schedule.TUNING_SEED: "tuning"}
     study.ledgers = {seed: Ledger(folder / f"{name}.jsonl") for seed, name in names.items()}
     return study
 
@@ -336,11 +335,12 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     label_routing.report(ledgers["label_routing"].records())
     upcycling.report(ledgers["upcycling"].records())
     lora_kinds.report(ledgers["lora_kinds"])
+    lora_kinds.report(Ledger(results / "lora_kinds_gemma-3-270m.jsonl"), "gemma-3-270m")
     (tmp_path / "balancing.md").write_text(balancing.report(ledgers["balancing"]))
     (tmp_path / "granularity.md").write_text(granularity.report(ledgers["granularity"]))
     (tmp_path / "growing.md").write_text(growing.report(ledgers["growing"]))
     (tmp_path / "schedule.md").write_text(schedule.report(study_of_schedule(results / "schedule")))
     pages = list(tmp_path.glob("*.md"))
-    assert len(pages) == len(names) + 1
+    assert len(pages) == len(names) + 2
     for path in pages:
         assert path.read_text() == (results / path.name).read_text(), path.name

@@ -58,13 +58,13 @@ from moe_peft import MoESFTConfig, MoESFTTrainer, force_experts, init_gates, lor
 from moe_peft.adapter.layers import MoELoraLinear
 from moe_peft.analysis.figures import plot_bars
 from moe_peft.combine.held_out import picked_experts
-from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.demo.smollm2 import NAME, smollm2_folder
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
 from .exact_match import Answer, answers, by_task
-from .runs import DEVICE, Ledger, arguments, name_of_results, parser, score_answers_only, start_workers, work
+from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -333,7 +333,7 @@ BARS = {
 }  # fmt: skip
 
 
-def report(ledger: Ledger, base: str = "SmolLM2-135M-Instruct") -> None:
+def report(ledger: Ledger, base: str = NAME) -> None:
     """The page of a base in `results`, and the figure of SmolLM2."""
     runs = [run for run in ledger.records() if "tasks" in run]
     kinds = [kind for kind in KINDS if any(run["kind"] == kind for run in runs)]
@@ -361,7 +361,7 @@ def report(ledger: Ledger, base: str = "SmolLM2-135M-Instruct") -> None:
             cells = ", ".join(f"{difference:+.3f}" for difference in differences)
             lines.append(f"| {kind} | {a} | {b} | {cells} |")
     RESULTS.joinpath(f"{ledger.path.stem}.md").write_text("\n".join(lines) + "\n")
-    if kinds != list(KINDS):
+    if base != NAME:
         return
     bars = {
         label: {task: _mean([run["tasks"][task][0] for run in of_way]) for task in TASKS}
@@ -390,13 +390,16 @@ prompt. The contrasts and what was expected of them are in the head of `studies/
 
 
 def main() -> None:
-    args = parser(__doc__, workers=True, base=True).parse_args()
-    name = name_of_results("lora_kinds", args.base)
+    options = parser(__doc__, workers=True)
+    options.add_argument("--base", help="a folder or a name; SmolLM2 by default")
+    args = options.parse_args()
+    base = Path(args.base).name if args.base else NAME
+    name = f"lora_kinds_{base}" if args.base else "lora_kinds"
     ledger = Ledger(RESULTS / f"{name}.jsonl")
     if args.command == "report":
-        return report(ledger, *([Path(args.base).name] if args.base else []))
+        return report(ledger, base)
     if args.worker is None:
-        raise SystemExit(start_workers("lora_kinds", args))
+        raise SystemExit(start_workers("lora_kinds", args, *(["--base", args.base] if args.base else [])))
     score_answers_only()
     work(LoraKinds(args.data, args.work / name, ledger, args.base))
 

@@ -51,8 +51,8 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def parser(description: str | None, workers: bool = False, base: bool = False) -> argparse.ArgumentParser:
-    """The options of a study, those of several workers and of another base among them."""
+def parser(description: str | None, workers: bool = False) -> argparse.ArgumentParser:
+    """The options of a study, those of several workers among them."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("command", choices=("run", "report"))
     options.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
@@ -60,14 +60,7 @@ def parser(description: str | None, workers: bool = False, base: bool = False) -
     if workers:
         options.add_argument("--workers", type=int, default=1)
         options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    if base:
-        options.add_argument("--base", help="another base than SmolLM2: a folder or a name")
     return options
-
-
-def name_of_results(study: str, base: str | None) -> str:
-    """What a study's ledger and page are called; on another base than SmolLM2, that is in it."""
-    return f"{study}_{Path(base).name}" if base else study
 
 
 def score_answers_only() -> None:
@@ -109,11 +102,13 @@ def work(study: Any) -> None:
             time.sleep(1)
 
 
-def start_workers(study: str, args: argparse.Namespace) -> int:
-    """Run the study in several processes of one thread each, every one with its number; the greatest exit code."""
+def start_workers(study: str, args: argparse.Namespace, *more: str) -> int:
+    """
+    Run the study, with more options, in several processes of one thread each, every one with its number; the greatest
+    exit code.
+    """
     command = [sys.executable, "-m", f"studies.{study}", "run", "--data", str(args.data), "--work", str(args.work)]
-    command += ["--base", args.base] if getattr(args, "base", None) else []
     kept = str(2**32)  # bytes that glibc does not give back: tensors of each step would fault their pages in anew
     env = {"MALLOC_MMAP_THRESHOLD_": kept, "MALLOC_TRIM_THRESHOLD_": kept, **os.environ, "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([*command, "--worker", str(worker)], env=env) for worker in range(args.workers)]
+    started = [subprocess.Popen([*command, *more, "--worker", str(worker)], env=env) for worker in range(args.workers)]
     return max(process.wait() for process in started)

@@ -250,7 +250,7 @@ class Study:
             for each in sorted(PASSES, reverse=True):  # the longest first
                 yield from self.tuning(TUNES_PASSES, each)
             return
-        yield from self.tuning([name for name in METHODS if METHODS[name].rate_of is None], passes)
+        yield from self.tuning([name for name, method in METHODS.items() if method.rate_of is None], passes)
         rates = {name: rate for name in METHODS if (rate := self.rate(name, passes)) is not None}
         done = {seed: {run["method"] for run in self.ledgers[seed].records()} for seed in SEEDS}
         for seeds in (SEEDS[:3], SEEDS[3:]):

@@ -153,9 +153,8 @@ class MoELoraModel(BaseTuner):
             )
         config = self.peft_config[adapter_name]
         original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
-        if (
-            not config.inference_mode
-        ):  # a config of a new adapter may be used for the next one; a loaded one has its own
+        # The config of a new adapter may be used again for another one; a loaded adapter has a config to itself.
+        if not config.inference_mode:
             self.peft_config[adapter_name] = copy.copy(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if original != adapter_name:  # TRL makes an adapter's reference with its config, by a copy of its parameters

@@ -40,7 +40,7 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     """
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
-    tokens = {token for token in tokenizer.get_vocab().values() if token < size}  # some numbers may have none
+    tokens = {token for token in tokenizer.get_vocab().values() if token < size}  # ids may have gaps
     for token in tokens - set(tokenizer.all_special_ids):
         text = tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens(token).replace("▁", " ")
         text = text.strip() or text

@@ -277,10 +277,15 @@ class TrainingParser(GroupedParser, TrlParser):
 # --- stages of training ----------------------------------------------------------------------------------------------
 
 _STAGES = get_args(Stage)
-# A stage's setting that takes the place of another one, which is left to its default.
-_INSTEAD_OF = {"bf16": "fp16", "fp16": "bf16"}
-for _ending in ("checkpointing", "checkpointing_kwargs"):  # the second name is transformers' newer one
-    _INSTEAD_OF |= {f"gradient_{_ending}": f"activation_{_ending}", f"activation_{_ending}": f"gradient_{_ending}"}
+# Setting of a stage → the setting of all stages that it replaces: the other dtype, or the same by its other name.
+_REPLACES = {
+    "bf16": "fp16",
+    "fp16": "bf16",
+    "gradient_checkpointing": "activation_checkpointing",
+    "activation_checkpointing": "gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
 _OF_ALL_STAGES = {
     "training_stage": "the stage's name says this",
     "output_dir": "it is the folder of the stage's name in output_dir",
@@ -323,8 +328,8 @@ def training_stages(options: Options) -> dict[str, Any]:
             raise InputError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
         validate(type(training), settings, path)
         common = {key: options.given[key] for key in names} | {"learning_rate": training.learning_rate}
-        for key in settings.keys() & _INSTEAD_OF.keys():
-            common.pop(_INSTEAD_OF[key], None)
+        for key in settings.keys() & _REPLACES.keys():
+            common.pop(_REPLACES[key], None)
         folder = str(Path(training.output_dir, name))
         with prefixed(path):
             stage_args[path] = type(training)(**{**common, "output_dir": folder, **settings, "training_stage": name})

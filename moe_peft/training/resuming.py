@@ -216,8 +216,8 @@ def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
         )
 
 
-def _early_stopping(trainer: Any, state: TrainerState) -> EarlyStoppingCallback | None:
-    """The trainer's callback, which goes on to wait where that of a checkpoint's training was; not its patience."""
+def _restore_early_stopping(trainer: Any, state: TrainerState) -> EarlyStoppingCallback | None:
+    """Give the trainer's early-stopping callback the counter of a checkpoint, but not its patience; return it."""
     saved = state.stateful_callbacks.get(EarlyStoppingCallback.__name__)
     for callback in trainer.callback_handler.callbacks:
         if saved is not None and isinstance(callback, EarlyStoppingCallback):
@@ -233,7 +233,7 @@ def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
         trainer._train_batch_size = state.train_batch_size  # as the trainer does
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    waiting = _early_stopping(trainer, state)
+    waiting = _restore_early_stopping(trainer, state)
     stopped = waiting is not None and waiting.early_stopping_patience_counter >= waiting.early_stopping_patience
     if state.global_step < steps and not stopped:
         if not has_optimizer(checkpoint):

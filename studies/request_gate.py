@@ -45,3 +45,367 @@ Predictions.
    more than 0.3 above the base's loss; *picked* with it less than 0.05, and 90 % of general texts go to the base.
 6. *Base* in *token* scope takes away at least half of its harm and costs up to 3 points of right answers.
 """
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft import force_experts, init_gates, lora_to_moe, pick_experts
+from moe_peft.adapter.router_recorder import state
+from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.models.gates import uniform_gates
+from moe_peft.models.introspection import base_passes
+from moe_peft.models.layer import AdapterLayer, routed_layers
+from moe_peft.routing.routers import LinearRouter
+from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+
+from .exact_match import Answer, answers, by_task
+from .growing import TASKS as DOMAINS
+from .growing import _read as read_domains
+from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
+
+RESULTS = Path(__file__).parent / "results"
+SETS = {"short": ("banking", "kitchen", "logic", "slots"), "domains": DOMAINS}
+HELD_OUT = {"short": 100, "domains": 60}
+ROWS = {"short": (24, 150), "domains": (24, 240)}  # that set gates
+TRAIN = {"short": 200, "domains": 240}
+SEEDS = (0, 1, 2)
+STEPS, LEARNING_RATE, LONGEST, FIRST = 60, 1e-3, 64, 8
+SURE = 0.2
+SCOPES = ("token", "text so far", "over layers", "first eight", "when sure")
+
+
+class Job(NamedTuple):
+    """A run to be made: the training of a task's LoRA, or all measurements of a set."""
+
+    set: str
+    seed: int
+    what: str
+
+
+class Scope:
+    """
+    How scores become a choice, for all routers of a model.
+
+    Args:
+        kind: one of `SCOPES`.
+        num_experts: how many have an update; what follows is the base.
+    """
+
+    def __init__(self, kind: str, num_experts: int) -> None:
+        self.kind, self.n = kind, num_experts
+        self.total: Any = 0.0
+
+    def choose(self, layer: int, scores_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        collection = state.current.collection
+        assert collection is not None and collection.attention_mask is not None
+        mask_BS1 = collection.attention_mask.unsqueeze(-1).to(scores_TN)
+        scores_BSN = scores_TN.view(*mask_BS1.shape[:2], -1)
+        if self.kind != "token":
+            count_BS1 = mask_BS1.cumsum(1).clamp(min=1)
+            scores_BSN = (scores_BSN * mask_BS1).cumsum(1) / count_BS1
+        if self.kind not in ("token", "text so far"):
+            if layer == 0:
+                self.total = 0.0
+            if self.kind != "first eight" or layer < FIRST:
+                self.total = self.total + scores_BSN
+            scores_BSN = self.total / (layer + 1)
+        best, experts = scores_BSN.flatten(0, 1).topk(2, -1)
+        chosen_T = experts[:, 0]
+        if self.kind == "when sure":
+            chosen_T = chosen_T.where(best[:, 0] - best[:, 1] > SURE, self.n)
+        return (chosen_T < self.n).to(scores_TN).unsqueeze(1), chosen_T.clamp(max=self.n - 1).unsqueeze(1)
+
+
+class ScopedRouter(LinearRouter):
+    """A linear gate whose choice is that of a scope."""
+
+    scope: Scope
+    layer: int
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.scope.choose(self.layer, logits_TN)
+
+
+class RequestGate:
+    """
+    Args:
+        source: the folder of the data sets.
+        data: that of the short tasks.
+        work: a folder for the adapters.
+    """
+
+    def __init__(self, source: Path, data: Path, work: Path, ledger: Ledger) -> None:
+        self.work, self.ledger = work, ledger
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+        self.rows = {"short": _short_rows(data), "domains": _domain_rows(source)}
+        self.general = self.tokenized([{"text": text, "domain": "general"} for text in general_texts(source)])
+        neutral = Path(__file__).parents[1] / "moe_peft/combine/neutral.txt"
+        texts = [line for line in neutral.read_text().splitlines() if line and not line.startswith("#")]
+        self.neutral = self.tokenized([{"text": f"{text}\n", "domain": "base"} for text in texts])
+
+    def tokenized(self, rows: list[dict[str, Any]]) -> Dataset:
+        data, self.collator = tokenized(Dataset.from_list(rows), self.tokenizer, preparation(4 * LONGEST))
+        return data
+
+    def jobs(self) -> Iterator[Job]:
+        done = {Job(run["set"], run["seed"], run["way"]) for run in self.ledger.records()}
+        for seed in SEEDS:
+            for name, tasks in SETS.items():
+                trainings = [Job(name, seed, f"train {task}") for task in tasks]
+                missing = [job for job in trainings if job not in done]
+                yield from missing
+                if not missing and Job(name, seed, "measured") not in done:
+                    yield Job(name, seed, "measure")
+
+    def run(self, job: Job) -> None:
+        started = time.monotonic()
+        if job.what == "measure":
+            Measured(self, job).all_ways()
+            way = "measured"
+        else:
+            way = job.what
+            self.train(job.set, way.removeprefix("train "), job.seed)
+        self.ledger.add({"set": job.set, "seed": job.seed, "way": way}, f"{time.monotonic() - started:.0f} s")
+
+    def folder(self, name: str, task: str, seed: int) -> Path:
+        return self.work / f"{name}-{task}-{seed}"
+
+    def load(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).to(DEVICE)
+
+    def train_rows(self, name: str, task: str, seed: int) -> list[dict[str, str]]:
+        rows = self.rows[name]["train"][task]
+        return random.Random(f"{seed} {task}").sample(rows, min(len(rows), TRAIN[name]))
+
+    def train(self, name: str, task: str, seed: int) -> None:
+        set_seed(seed)
+        targets = ["gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(
+            self.load(), LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+        )
+        args = arguments(
+            SFTConfig, self.work / "state", max_steps=STEPS, learning_rate=LEARNING_RATE, lr_scheduler_type="cosine",
+            max_length=LONGEST, logging_steps=STEPS, seed=seed,
+        )  # fmt: skip
+        rows = Dataset.from_list(self.train_rows(name, task, seed))
+        SFTTrainer(model, args, train_dataset=rows, processing_class=self.tokenizer).train()
+        model.save_pretrained(str(self.folder(name, task, seed)))
+
+
+class Measured:
+    """All ways of one set and seed."""
+
+    def __init__(self, study: RequestGate, job: Job) -> None:
+        self.study, self.job, self.tasks = study, job, SETS[job.set]
+        held_out = study.rows[job.set]["test"]
+        self.parts = {task: study.tokenized(held_out[task][: HELD_OUT[job.set]]) for task in self.tasks}
+        self.parts["general"] = study.general
+        folders = [study.folder(job.set, task, job.seed) for task in self.tasks]
+        self.model = lora_to_moe(study.load(), folders, top_k=1, mixing="projection").eval()
+        self.model.config.output_router_logits = False
+        self.layers: list[AdapterLayer] = routed_layers(self.model)  # type: ignore[assignment]
+        self.routers = [layer.router for layer in self.layers]
+        self.known: dict[tuple[str, int, int], Answer] = {}  # (task, row, expert; n: the base)
+        self.held_out_means = {task: self.prompt_means(part) for task, part in self.parts.items()}
+
+    def all_ways(self) -> None:
+        n, tasks = len(self.tasks), self.tasks
+        sizes = {task: len(part) for task, part in self.parts.items()}
+        self.note("own", 0, self.forced({task: [i] * sizes[task] for i, task in enumerate(tasks)}))
+        self.note("base", 0, self.forced({task: [n] * size for task, size in sizes.items()}))
+        with uniform_gates(self.model, "projection"):
+            self.note("mean", 0, self.free())
+        neutral_RLD = self.prompt_means(self.study.neutral)
+        for rows in ROWS[self.job.set]:
+            train = [self.study.train_rows(self.job.set, task, self.job.seed)[:rows] for task in tasks]
+            # As gates are set today: all tokens.
+            texts = [{**row, "expert": i} for i, of_task in enumerate(train) for row in of_task]
+            batches = calibration_batches(
+                Dataset.from_list(texts), self.study.tokenizer, len(texts), max_length=LONGEST, columns=["expert"]
+            )
+            for layer, router in zip(self.layers, self.routers, strict=True):
+                layer.module.moe_lora_router[layer.adapter] = router
+            init_gates(self.model, "ridge", batches)
+            self.note("token, tokens", rows, self.free())
+            self.note_picked("picked today", rows, self.picks_today())
+            # Of prompts, without and with the base.
+            means = [self.prompt_means(self.study.tokenized(of_task)) for of_task in train]
+            for suffix, classes in (("", means), (", base", [*means, neutral_RLD])):
+                weight_LND = fitted(classes)
+                for layers in (FIRST, len(self.layers)):
+                    self.note_picked(f"picked, {layers} layers{suffix}", rows, self.scores(weight_LND[:layers]))
+                for kind in SCOPES:
+                    self.put(weight_LND, Scope(kind, n))
+                    self.note(f"{kind}, prompts{suffix}", rows, self.free())
+
+    # --- gates -------------------------------------------------------------------------------------------------------
+
+    def prompt_means(self, rows: Dataset) -> torch.Tensor:
+        """The mean input of each FFN over the tokens of a row's prompt (of its text, if it is no prompt), [R, L, d]."""
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
+        batches = [self.study.collator([rows[i] for i in order[at : at + 16]]) for at in range(0, len(rows), 16)]
+        columns: list[list[torch.Tensor]] = [[] for _ in self.layers]
+
+        def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
+            prompt_BS = mask_BS.bool() & (batch["labels"] == -100)
+            prompt_BS = torch.where(prompt_BS.any(1, keepdim=True), prompt_BS, mask_BS.bool()).to(x_BSD)
+            columns[i].append(torch.einsum("bs,bsd->bd", prompt_BS / prompt_BS.sum(1, keepdim=True), x_BSD))
+
+        base_passes(self.model, batches, [layer.module for layer in self.layers], add)
+        means_RLD = torch.stack([torch.cat(of_layer) for of_layer in columns], 1)
+        return means_RLD[torch.tensor(order).argsort()]
+
+    def scores(self, weight_LND: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By task, the sum over layers of each row's scores [R, n]."""
+        layers = len(weight_LND)
+        return {
+            task: torch.einsum("rld,lnd->rn", x_RLD[:, :layers].double(), weight_LND)
+            for task, x_RLD in self.held_out_means.items()
+        }
+
+    def picks_today(self) -> dict[str, torch.Tensor]:
+        """By `pick_experts`, the mean over tokens and layers of the gates' softmaxes; as scores of 0 and 1 [R, n]."""
+        found = {}
+        for task, part in self.parts.items():
+            starts = range(0, len(part), 20)
+            batches = [self.study.collator([part[i] for i in range(at, min(at + 20, len(part)))]) for at in starts]
+            picked = torch.cat([pick_experts(self.model, batch) for batch in batches])
+            found[task] = torch.nn.functional.one_hot(picked, len(self.tasks)).double()
+        return found
+
+    def put(self, weight_LND: torch.Tensor, scope: Scope) -> None:
+        for i, (layer, weight_ND) in enumerate(zip(self.layers, weight_LND, strict=True)):
+            router = ScopedRouter(weight_ND.shape[1], len(weight_ND)).requires_grad_(False)
+            router.weight.copy_(weight_ND)
+            router.scope, router.layer = scope, i
+            layer.module.moe_lora_router[layer.adapter] = router.eval()
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def free(self) -> dict[str, list[Answer]]:
+        return {task: answers(self.model, part, self.study.collator) for task, part in self.parts.items()}
+
+    def forced(self, chosen: dict[str, list[int]]) -> dict[str, list[Answer]]:
+        """Answers where each row has one expert, or (n) the base."""
+        found = {}
+        for task, experts in chosen.items():
+            for expert in sorted(set(experts)):
+                missing = [i for i, e in enumerate(experts) if e == expert and (task, i, e) not in self.known]
+                if not missing:
+                    continue
+                part = self.parts[task].select(missing)
+                base = expert == len(self.tasks)
+                steered: Any = self.model.disable_adapter() if base else force_experts(self.model, expert)
+                with steered:
+                    of_part = answers(self.model, part, self.study.collator)
+                self.known |= {(task, i, expert): answer for i, answer in zip(missing, of_part, strict=True)}
+            found[task] = [self.known[task, i, expert] for i, expert in enumerate(experts)]
+        return found
+
+    def note_picked(self, way: str, rows: int, scores: dict[str, torch.Tensor]) -> None:
+        chosen = {task: scores_RN.argmax(1).tolist() for task, scores_RN in scores.items()}
+        right = [chosen[task].count(i) / len(chosen[task]) for i, task in enumerate(self.tasks)]
+        n = len(self.tasks)
+        lost = [chosen[task].count(n) / len(chosen[task]) for task in self.tasks]
+        more = {
+            "chosen": sum(right) / n,
+            "lost": sum(lost) / n,
+            "to_base": chosen["general"].count(n) / len(chosen["general"]),
+        }
+        self.note(way, rows, self.forced(chosen), **more)
+
+    def note(self, way: str, rows: int, found: dict[str, list[Answer]], **more: float) -> None:
+        general = found.pop("general", None)
+        if general is not None:
+            more["general"] = -sum(a.log_prob for a in general) / sum(a.tokens for a in general)
+        flat = [answer for of_task in found.values() for answer in of_task]
+        matches = {task: "".join("01"[a.is_match] for a in of_task) for task, of_task in found.items()}
+        measured = by_task(flat)
+        record = {"set": self.job.set, "seed": self.job.seed, "way": way, "rows": rows, **measured, **more}
+        note = f"{measured['loss']:.3f}, {measured['exact']:.1%}"
+        self.study.ledger.add({**record, "matches": matches}, note)
+
+
+def fitted(classes: Sequence[torch.Tensor], penalty: float = 0.1) -> torch.Tensor:
+    """Ridge regression [L, n, d] from vectors [R, L, d] to their class; all classes have the same weight."""
+    xx, xy = 0.0, []
+    for x_RLD in classes:
+        x_LRD = x_RLD.double().transpose(0, 1)
+        xx = xx + x_LRD.mT @ x_LRD / len(x_RLD)
+        xy.append(x_LRD.mean(1))
+    total = sum(map(len, classes)) / len(classes)  # as many as there would be of each
+    unit = penalty / total * torch.eye(classes[0].shape[-1], dtype=torch.float64)
+    return torch.linalg.solve(xx + unit, torch.stack(xy, -1)).mT
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _short_rows(data: Path) -> dict[str, dict[str, list[dict[str, str]]]]:
+    rows: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for name in ("train", "test"):
+        rows[name] = {task: [] for task in SETS["short"]}
+        for line in (data / f"{name}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if row["domain"] in rows[name]:
+                rows[name][row["domain"]].append(row)
+    return rows
+
+
+def _domain_rows(source: Path) -> dict[str, dict[str, list[dict[str, str]]]]:
+    rows = {name: read_domains(source / "clinc150", name) for name in ("train", "test")}
+    rows["test"] = {
+        task: random.Random(0).sample(of_task, HELD_OUT["domains"]) for task, of_task in rows["test"].items()
+    }
+    return rows
+
+
+def general_texts(source: Path) -> list[str]:
+    """Sixteen each of word problems, programming tasks, quizzes and yes-no questions."""
+
+    def lines(path: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (source / path).read_text().splitlines()]
+
+    def asked(path: str, after: str) -> list[str]:
+        return [row["instruction"].split(after)[1].split("\n")[0] for row in json.loads((source / path).read_text())]
+
+    kinds: list[list[str]] = [
+        [row["question"] for row in lines("gsm8k/test.jsonl")],
+        [row["text"] for row in lines("mbpp/mbpp.jsonl")],
+        asked("llm-adapters/ARC-Easy-test.json", "to the question: "),
+        asked("llm-adapters/boolq-test.json", "question: "),
+    ]
+    return [text for kind in kinds for text in random.Random(0).sample(kind, 16)]
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = parser(__doc__, workers=True)
+    options.add_argument("--source", type=Path, default=Path("data"))
+    args = options.parse_args()
+    ledger = Ledger(RESULTS / "request_gate.jsonl")
+    if args.command == "report":
+        raise SystemExit("not yet")
+    if args.worker is None:
+        raise SystemExit(start_workers("request_gate", args, "--source", str(args.source)))
+    score_answers_only()
+    work(RequestGate(args.source, args.data, args.work / "request_gate", ledger))
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..utils.torch_contexts import without_autocast
 
@@ -506,11 +507,19 @@ class Blocks(_Part):
 
 
 def _block_size(pairs: int, num_experts: int) -> int:
-    """A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert."""
-    size = 8 if pairs < 32 * num_experts else 16
-    while size < 128 and 16 * size * num_experts <= pairs:
+    """
+    A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert. 16 in a
+    compiled graph for any number.
+    """
+    size = 8 if known(pairs < 32 * num_experts) else 16
+    while size < 128 and known(16 * size * num_experts <= pairs):
         size *= 2
     return size
+
+
+def known(condition: bool) -> bool:
+    """A condition on sizes; False where torch.compile would have to make a graph for each answer."""
+    return statically_known_true(condition) if torch.compiler.is_compiling() else condition
 
 
 class Sorted(_Part):

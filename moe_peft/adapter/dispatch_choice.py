@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted
+from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, known
 
 Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
 # A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
@@ -139,6 +139,9 @@ def choose_method(
     (`Dispatch.update`), so products with all experts are as fast, as long as they are narrow and not many more. Mixing
     "output" takes blocks for many pairs, or a GPU's grouped products, which need no padding.
 
+    A graph of torch.compile that serves batches of several sizes has the method for many pairs: asking for their number
+    would compile it anew for each.
+
     Args:
         unit: a common divisor of the rank and all widths.
     """
@@ -152,11 +155,11 @@ def choose_method(
     columns = num_experts * r
     narrow = columns <= best.columns
     if narrow and not mixes_outputs:
-        few = 8 * tokens * k <= num_experts  # all experts would be much more to read
-        return "gather" if few and tokens * k <= best.narrow_pairs else "dense"
-    if tokens * k <= (best.narrow_pairs if narrow else best.pairs):
+        few = min(best.narrow_pairs, num_experts // 8)  # with more, reading all experts is not much more
+        return "gather" if known(tokens * k <= few) else "dense"
+    if known(tokens * k <= (best.narrow_pairs if narrow else best.pairs)):
         return "gather"
-    if tokens * k <= best.pairs or columns <= best.pair_columns:
+    if columns <= best.pair_columns or known(tokens * k <= best.pairs):
         return "dense"
     if dtype in best.grouped and _has_grouped_mm(unit, dtype):
         return "dense-sorted" if narrow else "sorted"
@@ -184,6 +187,6 @@ def make_dispatch(
     """The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens."""
     tokens, k = experts_TK.shape
     method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
-    if not tokens:  # what batched and grouped products do without rows depends on the device
+    if known(tokens == 0):  # what batched and grouped products do without rows depends on the device
         method = "dense"
     return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

@@ -102,10 +102,8 @@ class FFNLayout:
         activated = self.activation(ffn)(gate)
         return activated if up is None else activated * up
 
-    def drop(self, ffn: nn.Module, output: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """The block's dropout on its output [..., d]; a `mask` of the same shape replaces it."""
-        if mask is not None:
-            return output * mask.to(output.dtype)
+    def drop(self, ffn: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        """The block's dropout on its output [..., d]."""
         if self.dropout is None:
             return output
         dropout = getattr(ffn, self.dropout)

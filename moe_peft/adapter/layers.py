@@ -9,6 +9,7 @@ Legend: T tokens, n experts, k active experts, r rank, d hidden size.
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import nn
 
-from ..routing.gates import Steering
 from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from ..utils.messages import InputError
@@ -26,7 +26,7 @@ from .experts import Experts
 from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
 from .ffn_layout import FFNLayout
-from .router_recorder import record_choice, recorded, token_ids_for
+from .router_recorder import record_choice, recorded, steering_of, token_ids_for
 
 _get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features")
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -47,7 +47,6 @@ class MoELoraLayer(BaseTunerLayer):
 
     base_layer: nn.Module
     in_features: int
-    steering: Steering | None = None  # set while `force_experts` or `allow_experts` is on
 
     def _init_state(self, base_layer: nn.Module, projections: dict[str, tuple[int, int]], adapter_name: str) -> None:
         self.base_layer = base_layer
@@ -145,10 +144,11 @@ class MoELoraLayer(BaseTunerLayer):
         router = self.router(adapter_name)
         logits_TN = router(x_TD, token_ids_for(router, x_TD)) if router.by_token_id else router(x_TD)
         logits_TN = recorded(router, logits_TN)
-        if self.steering is None:
+        steering = steering_of(self)
+        if steering is None:
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
         else:
-            gates_TK, experts_TK = self.steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
+            gates_TK, experts_TK = steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
         record_choice(experts_TK, gates_TK)
         unit = math.gcd(spec.rank, self._unit)
         return make_dispatch(
@@ -236,8 +236,8 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
 
 class MoELoraFFN(nn.Module, MoELoraLayer):
     """
-    An FFN block with experts. With several active adapters, the changes that each makes to the block's output add up.
-    Base projections run once per token for each kind of experts, whatever top_k, the mixing and the number of adapters.
+    An FFN block with experts. Updates of several active adapters add up, as LoRAs' do; base projections run once per
+    token, whatever top_k, the mixing and the number of adapters.
     """
 
     def __init__(self, base_layer: nn.Module, layout: FFNLayout, adapter_name: str) -> None:
@@ -249,24 +249,20 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The block's output for x [..., d]; layouts with `residual` add that, of the same shape."""
-        by_kind: dict[type[Experts], list[str]] = {}
-        for adapter in self.running_adapters(x):
-            by_kind.setdefault(type(self.moe_lora_spec[adapter]), []).append(adapter)
-        if not by_kind:
+        adapters = self.running_adapters(x)
+        if not adapters:
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)
-        x_TD = x.reshape(-1, x.shape[-1])
-        # The outputs of several kinds are added up, so all have the same mask of the block's own dropout.
-        mask_TD = None
-        if len(by_kind) > 1 and self.layout.dropout and self.training:
-            mask_TD = self.layout.drop(self.base_layer, x_TD.new_ones(len(x_TD), self.out_features))
-        outputs = [kind.ffn_output(self, adapters, x_TD, mask_TD) for kind, adapters in by_kind.items()]
-        y_TD = outputs[0]
-        if len(outputs) > 1:
-            base_TD = self.base_output(x_TD, mask_TD)
-            for other_TD in outputs[1:]:
-                y_TD = y_TD + other_TD - base_TD
+        x_TD, y_TD = x.reshape(-1, x.shape[-1]), None
+        # Experts inside the FFN first, then those behind it.
+        for _, group in groupby(sorted(adapters, key=self._is_behind), key=self._is_behind):
+            adapters = [*group]
+            y_TD = self.moe_lora_spec[adapters[0]].ffn_output(self, adapters, x_TD, y_TD)
+        assert y_TD is not None
         y = in_shape(y_TD, x)
         return y if residual is None else residual + y
+
+    def _is_behind(self, adapter: str) -> bool:
+        return self.moe_lora_spec[adapter].needs_ffn
 
     @property
     def weight(self) -> torch.Tensor:
@@ -280,12 +276,9 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         """The outputs [T, f'] of the base's projections that read the block's input."""
         return [self.projection(name)(x_TD) for name in self.layout.inputs]
 
-    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
-        """The base's output [T, d]; a mask replaces its own dropout."""
-        if mask_TD is None:
-            return self.layout.block(self.base_layer, x_TD)
-        z_TF = self.layout.hidden(self.base_layer, self.input_projections(x_TD))
-        return self.layout.drop(self.base_layer, self.projection(self.layout.down)(z_TF), mask_TD)
+    def base_output(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The output [T, d] without adapters."""
+        return self.layout.block(self.base_layer, x_TD)
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)

@@ -291,10 +291,11 @@ def _with_aux_loss(
         loss = output[0]
     if loss is None and not (is_dict and collection.explicit):
         return output
-    if len(lengths := {len(logits) for logits in router_logits}) > 1:
+    if any(len(logits) != len(router_logits[0]) for logits in router_logits):
+        lengths = sorted({len(logits) for logits in router_logits})
         raise InputError(
-            f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({sorted(lengths)}), which "
-            "make no balancing loss; set it to 0, or target modules that read every token once"
+            f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({lengths}), which make no "
+            "balancing loss; set it to 0, or target modules that read every token once"
         )
     config = text_config(model)
     mask = collection.attention_mask

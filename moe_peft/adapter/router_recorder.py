@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..routing.gates import Steering
 from ..utils.compat import private
 from ..utils.messages import InputError
 
@@ -59,10 +60,14 @@ class Collection:
 
 
 class Current:
-    """A thread's current collection. torch.compile loses what was set on a thread-local object where a graph breaks."""
+    """
+    A thread's current collection, and how it steers layers, the innermost block last. torch.compile loses what was set
+    on a thread-local object where a graph breaks.
+    """
 
     def __init__(self) -> None:  # torch.compile of torch 2.11 takes a class attribute for a constant
         self.collection: Collection | None = None
+        self.steered: list[Steered] = []
 
 
 class State(threading.local):
@@ -71,6 +76,38 @@ class State(threading.local):
 
 
 state = State()
+
+# --- steering --------------------------------------------------------------------------------------------------------
+
+Steered = dict[nn.Module, Steering]  # by tuner layer, or by gate of a native MoE
+_by_any_thread: list[Steered] = []
+
+
+@contextmanager
+def steering_block(steered: Steered) -> Iterator[None]:
+    """Inside the block, this thread routes these modules as given; of nested blocks the inner one counts."""
+    mine = state.current.steered
+    mine.append(steered)
+    _by_any_thread.append(steered)
+    try:
+        yield
+    finally:
+        for blocks in (mine, _by_any_thread):
+            del blocks[max(i for i, block in enumerate(blocks) if block is steered)]
+
+
+def steering_of(module: nn.Module) -> Steering | None:
+    """
+    How this thread steers a module. The threads in which CUDA runs checkpointed layers again for backward have no
+    blocks of their own, nor a pass: there, any thread's block counts.
+    """
+    blocks = state.current.steered
+    if not blocks and state.current.collection is None and torch.is_grad_enabled():
+        blocks = _by_any_thread
+    for steered in reversed(blocks):
+        if module in steered:
+            return steered[module]
+    return None
 
 
 # --- a pass ----------------------------------------------------------------------------------------------------------

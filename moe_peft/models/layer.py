@@ -7,9 +7,10 @@ is a loop over layers. Legend: T tokens, n experts, k active experts, d hidden s
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -20,7 +21,8 @@ from torch import nn
 from ..adapter.base_model import recorded_routers
 from ..adapter.experts import Experts
 from ..adapter.layers import MoELoraFFN, MoELoraLayer
-from ..routing.gates import Steering, top_k_gates
+from ..adapter.router_recorder import steering_of
+from ..routing.gates import top_k_gates
 from ..routing.losses import Scope
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..utils.distributed import shape_of
@@ -77,9 +79,9 @@ class RoutedLayer:
         free = getattr(self.router, "leaves_out", False) or self.top_k == self.num_experts
         return 1 if free else self.top_k
 
-    def steer(self, steering: Steering) -> Any:
-        """A context manager: inside the block, the layer routes by `steering`; of nested ones the inner one counts."""
-        raise NotImplementedError
+    def steerable(self) -> Any:
+        """A context manager: inside the block, the layer asks `steering_of` how to route."""
+        return nullcontext()
 
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Any:
         """
@@ -133,14 +135,6 @@ class AdapterLayer(RoutedLayer):
     @property
     def device(self) -> torch.device:
         return next(self.module.moe_lora_A[self.adapter].parameters()).device
-
-    @contextmanager
-    def steer(self, steering: Steering) -> Iterator[None]:
-        outer, self.module.steering = self.module.steering, steering
-        try:
-            yield
-        finally:
-            self.module.steering = outer
 
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
@@ -240,25 +234,25 @@ class NativeLayer(RoutedLayer):
         return isinstance(self.module, RoutedGate) or not getattr(self.module, "norm_topk_prob", True)
 
     @contextmanager
-    def steer(self, steering: Steering) -> Iterator[None]:
+    def steerable(self) -> Iterator[None]:
         gate = self.module
         setting = getattr(gate, "norm_topk_prob", None)
         known = gate in _rules and _rules[gate][0] == setting
         if not known and not isinstance(gate, RoutedGate) and _is_whole(getattr(gate, "weight", None)):
             _rules[gate] = setting, gate_rule(gate, linear=False)  # of several processes, each has a part
-        outer = getattr(gate, "steering", None)
-        # First, so that whoever observes the router sees the new choice. The hook of a block around this one reads the
-        # steering, too.
-        hook = None if outer is not None else gate.register_forward_hook(_choose_again, prepend=True)
-        gate.steering = steering
+        # First, so that whoever observes the router sees the new choice; once for all blocks and threads.
+        with _lock:
+            blocks, hook = _hooks.get(gate) or (0, gate.register_forward_hook(_choose_again, prepend=True))
+            _hooks[gate] = blocks + 1, hook
         try:
             yield
         finally:
-            if hook is None:
-                gate.steering = outer
-            else:
-                del gate.steering
-                hook.remove()
+            with _lock:
+                blocks, hook = _hooks.pop(gate)
+                if blocks > 1:
+                    _hooks[gate] = blocks - 1, hook
+                else:
+                    hook.remove()
 
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
@@ -408,19 +402,24 @@ def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
 
 # A gate → its `norm_topk_prob`, and whether it was seen to divide the gates of the chosen experts by their sum.
 _rules: weakref.WeakKeyDictionary[nn.Module, tuple[bool | None, bool]] = weakref.WeakKeyDictionary()
+_hooks: dict[nn.Module, tuple[int, Any]] = {}  # a gate → how many blocks steer it, and its hook
+_lock = threading.Lock()
 
 
 def _is_whole(weight: Any) -> bool:
     return type(getattr(weight, "data", None)) is torch.Tensor and not weight.is_meta and weight.numel() > 0
 
 
-def _choose_again(gate: Any, args: tuple, output: tuple) -> tuple:
+def _choose_again(gate: Any, args: tuple, output: tuple) -> tuple | None:
     """Forward hook that replaces the choice of a transformers router, which returns (logits, gates, experts)."""
+    steering = steering_of(gate)
+    if steering is None:  # another thread steers it
+        return None
     logits_TN, gates_TK, _ = output
     if isinstance(gate, RoutedGate):
         choose, normalizes = gate.moe_router.choose, gate.normalizes
     else:
         setting = bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does
         choose, normalizes = top_k_gates, _rules[gate][1] if gate in _rules else setting
-    gates, experts = gate.steering.route(logits_TN.float(), gate.top_k, normalizes, choose)
+    gates, experts = steering.route(logits_TN.float(), gate.top_k, normalizes, choose)
     return logits_TN, gates.to(gates_TK.dtype), experts

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapter.router_recorder import arguments
+from ..adapter.router_recorder import Steered, arguments, state, steering_block
 from ..routing.gates import Steering
 from ..utils.messages import InputError, choice_error
 from .introspection import backbone, expert_names
@@ -24,9 +24,9 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor | Expert | Sequence[
     """
     A context manager: inside the block, every row of a batch goes through one expert, with gate 1, in all MoE layers.
 
-    Routers still run, and `router_logits` are recorded as usual. The model is steered in every thread that runs it: the
-    backward pass runs layers again in threads of its own. With gradient checkpointing, run the backward pass
-    inside the block too, because it runs the layers again.
+    Routers still run, and `router_logits` are recorded as usual. The model is steered in this thread: others may run it
+    with other experts, or free. With gradient checkpointing, run the backward pass inside the block too, because it
+    runs the layers again.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
@@ -65,7 +65,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Ex
     A context manager: inside the block, routers choose among some of the experts only, in training and in `generate`.
 
     The logits of the other experts count as minus infinity; `router_logits` are recorded without the mask. The model is
-    steered in every thread that runs it. With gradient checkpointing, run the backward pass inside the block too.
+    steered in this thread alone. With gradient checkpointing, run the backward pass inside the block too.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
@@ -140,20 +140,27 @@ def fewest_allowed(model: nn.Module) -> int:
 @contextmanager
 def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
     """Route by `steering` in all MoE layers, without checks of it. Of nested blocks the inner one counts."""
+    layers = routed_layers(model)
+    by_device: dict[torch.device, Steering] = {}
+    blocks: Steered = {}
+    for layer in layers:
+        device = next(layer.module.parameters()).device
+        if device not in by_device:  # "meta": offloaded
+            by_device[device] = steering if device.type == "meta" else steering.to(device)
+        blocks[layer.module] = by_device[device]
     with ExitStack() as stack:
-        check = partial(_check_rows, steering)
+        check = partial(_check_rows, blocks, steering)
         stack.callback(backbone(model).register_forward_pre_hook(check, with_kwargs=True).remove)
-        by_device: dict[torch.device, Steering] = {}
-        for layer in routed_layers(model):
-            device = next(layer.module.parameters()).device
-            if device not in by_device:  # "meta": offloaded
-                by_device[device] = steering if device.type == "meta" else steering.to(device)
-            stack.enter_context(layer.steer(by_device[device]))
+        for layer in layers:
+            stack.enter_context(layer.steerable())
+        stack.enter_context(steering_block(blocks))
         yield
 
 
-def _check_rows(steering: Steering, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_rows(blocks: Steered, steering: Steering, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's (routers see tokens)."""
+    if not any(mine is blocks for mine in state.current.steered):  # another thread's pass
+        return
     rows = len(steering.experts if steering.experts is not None else steering.allowed)  # type: ignore[arg-type]
     call = arguments(module, args, kwargs)
     batch = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")

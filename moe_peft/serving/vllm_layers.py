@@ -224,7 +224,7 @@ class MoELoraFFN(Host):
         pre = self.gate_up_proj(x_TD)
         return [pre] if self.fused else pre.chunk(2, dim=-1)
 
-    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
+    def base_output(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.base_layer(x_TD)
 
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounter
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -101,6 +102,44 @@ def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph(asked
     assert expected.aux_loss > 1
     torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
     torch.testing.assert_close(actual.loss, expected.loss)
+
+
+SHAPES = [(2, 24), (2, 31), (4, 31), (8, 64), (5, 5), (1, 40)]
+
+
+def graphs(model, train: bool) -> int:
+    """How many graphs batches of many shapes take, with a balancing loss and padding where the model is trained."""
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.train(train), backend=counter)
+    for rows, length in SHAPES:
+        ids = torch.full((rows, length), 5)
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        with torch.set_grad_enabled(train):
+            outputs = compiled(input_ids=ids, attention_mask=mask, labels=ids if train else None, use_cache=False)
+        if train:
+            outputs.loss.backward()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["evaluated", "trained"])
+def test_batches_of_many_shapes_take_as_many_graphs_as_with_lora(train: bool):
+    lora = LoraConfig(r=8, target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+    most = graphs(get_peft_model(tiny_llama(layers=1), lora), train)
+    assert graphs(model("output"), train) <= most
+    assert graphs(model("projection"), train) <= most
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_an_exported_program_takes_batches_of_other_shapes(mixing: str):
+    plain, auto = model(mixing).eval().get_base_model(), torch.export.Dim.AUTO
+    shapes = {"input_ids": {0: auto, 1: auto}, "use_cache": None}
+    program = torch.export.export(plain, (), {"input_ids": IDS, "use_cache": False}, dynamic_shapes=shapes).module()
+    for rows, length in SHAPES[1:5]:
+        ids = torch.arange(3, 3 + rows * length).reshape(rows, length) % 128
+        expected = plain(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(program(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 FRESH = """

@@ -113,9 +113,9 @@ def test_each_projection_has_its_own_dropout_mask():
 
 
 @mixings
-def test_changes_of_active_adapters_of_three_kinds_add_up(mixing):
+def test_updates_of_active_adapters_of_two_kinds_add_up_before_a_bottleneck(mixing):
     layer = ffn_layer("gated_bias", mixing=mixing, **HYDRA)
-    add_adapter(layer, "lora", num_experts=3)
+    add_adapter(layer, "lora", num_experts=3, mixing="projection")
     add_adapter(layer, "bottleneck", expert_type="bottleneck", bottleneck_size=4)
     layer.double()
     names = ["default", "lora", "bottleneck"]

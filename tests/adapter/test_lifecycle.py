@@ -384,26 +384,22 @@ def test_deleting_the_last_adapter_leaves_the_base_model_computing():
     assert base(input_ids=IDS, labels=IDS).get("aux_loss") is None
 
 
-def test_adapters_active_together_add_their_displacements():
+def test_adapters_active_together_add_their_updates_of_a_linear():
     model = adapted(seed=1, **FIRST)
     add(model, "second", seed=2, **{**SECOND, "target_modules": ["mlp", "q_proj"]})
     model.double()
     x = torch.randn(3, 5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    block = model.get_base_model().model.layers[0]
-    for layer in (block.mlp, block.self_attn.q_proj):
-        displacement = {}
-        for names in (["default"], ["second"], ["default", "second"]):
-            model.base_model.set_adapter(names)
-            displacement["+".join(names)] = layer(x) - layer.base_layer(x)
-        assert all(value.abs().max() > 1e-4 for value in displacement.values())
-        torch.testing.assert_close(
-            displacement["default+second"], displacement["default"] + displacement["second"], rtol=0, atol=1e-14
-        )
+    layer, update = model.get_base_model().model.layers[0].self_attn.q_proj, {}
+    for names in (["default"], ["second"], ["default", "second"]):
+        model.base_model.set_adapter(names)
+        update["+".join(names)] = layer(x) - layer.base_layer(x)
+    assert all(value.abs().max() > 1e-4 for value in update.values())
+    torch.testing.assert_close(update["default+second"], update["default"] + update["second"], rtol=0, atol=1e-14)
 
 
 def test_adapters_active_together_all_record_their_routers():
     model = adapted(seed=1, num_experts=4)
-    add(model, "second", seed=2, num_experts=6)
+    add(model, "second", seed=2, num_experts=6, mixing="projection")
     model.base_model.set_adapter(["default", "second"])
     out = model(input_ids=IDS, labels=IDS)
     assert [logits.shape for logits in out.router_logits] == [(20, 6)] * 4

@@ -428,8 +428,10 @@ def test_layers_that_differ_in_their_experts_are_balanced_apart():
 
 
 def test_the_k_of_each_active_adapters_routers_counts():
-    model = adapted(num_experts=4, top_k=1, normalize_top_k=False)
-    config = MoELoraConfig(num_experts=4, top_k=3, r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = adapted(num_experts=4, top_k=1, normalize_top_k=False, mixing="projection")
+    config = MoELoraConfig(
+        num_experts=4, top_k=3, r=2, mixing="projection", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model.add_adapter("other", config)
     model.base_model.set_adapter(["default", "other"])
     out = model.eval()(**batch())
@@ -471,8 +473,9 @@ def test_switching_adapters_switches_the_protocols_numbers():
 @pytest.mark.parametrize("coefficients", [(0.25, 0.75), (0.75, 0.25)])
 def test_adapters_active_together_are_balanced_by_the_largest_coefficient(coefficients):
     """Each with its own top_k: one sparse router does not make the others' experts count for less."""
-    model = adapted(router_aux_loss_coef=coefficients[0], top_k=3)
-    model.add_adapter("wide", adapter(num_experts=6, router_aux_loss_coef=coefficients[1], top_k=1))
+    model = adapted(router_aux_loss_coef=coefficients[0], top_k=3, mixing="projection")
+    wide = adapter(num_experts=6, router_aux_loss_coef=coefficients[1], top_k=1, mixing="projection")
+    model.add_adapter("wide", wide)
     model.base_model.set_adapter(["default", "wide"])
     out = model.eval()(**batch())
     assert (len(out.router_logits), model.config.num_experts, model.config.num_experts_per_tok) == (4, 6, 3)

@@ -45,7 +45,7 @@ def test_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mi
 @mixings
 def test_a_part_of_the_projections_and_other_active_adapters(mixing):
     layer = ffn_layer("gated_bias", num_shared_experts=1, target_projections=["up_proj"], mixing=mixing)
-    add_adapter(layer, "other", num_experts=3, num_shared_experts=2)
+    add_adapter(layer, "other", num_experts=3, num_shared_experts=2, mixing="projection")
     add_adapter(layer, "single", num_experts=1, top_k=1)
     layer.double()
     layer.set_adapter(["default", "other", "single"])

@@ -51,19 +51,15 @@ def reference(
         layer: the layer; its values are taken as they are, in float64.
         x: its input [..., d].
         d_output: the gradient of its output [..., d].
-        adapters: the active adapters, whose displacements of the output add up.
+        adapters: the active adapters, whose updates of the projections add up.
         masks: by projection the dropout masks (already scaled) on the experts' input: [T, in], or [T, k, f] for the
             input of down in mixing "output", where each chosen expert has a hidden activation of its own.
     """
     x = x.detach().double().requires_grad_()
     leaves = {"x": x, **{name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}}
     tokens = x.reshape(-1, x.shape[-1])
-    dense = torch.stack([_Loop(layer, leaves, None, tokens).token(t) for t in range(len(tokens))])
-    y = dense
-    for adapter in adapters:
-        loop = _Loop(layer, leaves, adapter, tokens, masks)
-        y = y + torch.stack([loop.token(t) for t in range(len(tokens))]) - dense
-    output = y.reshape(*x.shape[:-1], -1)
+    loops = [_Loop(layer, leaves, adapter, tokens, masks) for adapter in adapters]
+    output = torch.stack([compose(loops, t) for t in range(len(tokens))]).reshape(*x.shape[:-1], -1)
     gradients = torch.autograd.grad(output, list(leaves.values()), d_output.double(), allow_unused=True)
     return Outcome(output.detach(), _by_name(leaves, gradients))
 
@@ -129,6 +125,13 @@ def _by_name(leaves: Tensors, gradients: Sequence[torch.Tensor | None]) -> Tenso
     }
 
 
+def compose(loops: Sequence[_Loop], t: int) -> torch.Tensor:
+    """The output for token t with several adapters; the last one's experts have what the others add."""
+    *others, last = sorted(loops, key=lambda loop: loop.order)
+    last.others = others
+    return last.token(t)
+
+
 class _Loop:
     """One adapter of a layer (or None: the base alone), token by token."""
 
@@ -144,6 +147,8 @@ class _Loop:
         self.masks = masks or {}
         self.layout = getattr(layer, "layout", None)  # a single linear has none
         self.spec = None if adapter is None else layer.moe_lora_spec[adapter]
+        self.others: Sequence[_Loop] = ()  # whose updates come before this one's
+        self.is_bottleneck = f"moe_lora_A.{adapter}.bottleneck" in leaves
         self.cache: dict[tuple[str, int], torch.Tensor] = {}
         self.gates = [] if tokens is None or adapter is None else [self._gates(x) for x in tokens]
 
@@ -153,16 +158,35 @@ class _Loop:
         if self.adapter is None:
             return self._block(lambda name, v: self._base(name) @ v, x)
         gates = self.gates[t]
-        if self.layout is not None and self.leaves.get(f"moe_lora_A.{self.adapter}.bottleneck") is not None:
-            h = self._block(lambda name, v: self._base(name) @ v, x)
-            return sum(gate * self._bottleneck(i, h, t) for i, gate in gates.items())
-        if self.layout is None or self.spec.mixing == "projection":
+        if self.is_bottleneck:  # behind the FFN with the other adapters; several bottlenecks' changes of it add up
+            beside = [loop for loop in self.others if loop.is_bottleneck]
+            h = compose([loop for loop in self.others if not loop.is_bottleneck] or [self._base_alone()], t)
+            return h + sum(
+                sum(gate * loop._bottleneck(i, h, t) for i, gate in loop.gates[t].items()) - h
+                for loop in (self, *beside)
+            )
+        if not self.mixes_outputs:
             return self._block(lambda name, v: self._mixed(name, v, gates, t), x)
         outputs = [
             gate * self._block(lambda name, v, i=i, j=j: self._by_expert(name, v, i, t, j), x)
             for j, (i, gate) in enumerate(gates.items())
         ]
         return sum(outputs)
+
+    def _base_alone(self) -> _Loop:
+        return _Loop(self.layer, self.leaves, None, self.tokens)
+
+    @property
+    def mixes_outputs(self) -> bool:
+        """Whether experts have activations of their own; with normalized gates, not if they are on down alone."""
+        if self.spec is None or self.layout is None or self.spec.num_experts == 1 or self.spec.mixing == "projection":
+            return False
+        on_inputs = any(self._experts(name) is not None for name in self.layout.inputs)
+        return on_inputs or not self.spec.normalize_top_k or self.spec.top_k == 1
+
+    @property
+    def order(self) -> int:
+        return 2 if self.is_bottleneck else int(self.mixes_outputs)
 
     def _bottleneck(self, expert: int, h: torch.Tensor, t: int) -> torch.Tensor:
         """`U_i GELU(D_i h) + h`, where dropout acts on the input of D_i alone."""
@@ -205,15 +229,19 @@ class _Loop:
     def _by_expert(self, name: str, v: torch.Tensor, expert: int, t: int, slot: int) -> torch.Tensor:
         """Expert i's product: with the merged weight, or with dropout where a mask is given."""
         if name not in self.masks:
-            return self.merged(name, expert) @ v
+            return self.merged(name, expert) @ v + self._of_others(name, v, t)
         A, B = self._experts(name)
         mask = self.masks[name][t]
         mask = mask[slot] if mask.dim() == 2 else mask
-        return self._base(name) @ v + self._scaling() * (B[expert].T @ (A[expert] @ (mask * v)))
+        return (
+            self._base(name) @ v
+            + self._of_others(name, v, t)
+            + self._scaling() * (B[expert].T @ (A[expert] @ (mask * v)))
+        )
 
     def _mixed(self, name: str, v: torch.Tensor, gates: dict[int, torch.Tensor], t: int) -> torch.Tensor:
         """`W v + s Σ_i g_i B_iᵀ A_i v`."""
-        y = self._base(name) @ v
+        y = self._base(name) @ v + self._of_others(name, v, t)
         experts = self._experts(name)
         if experts is None:
             return y
@@ -222,6 +250,11 @@ class _Loop:
         for expert, gate in gates.items():
             y = y + self._scaling() * gate * (B[expert].T @ (A[expert] @ dropped))
         return y
+
+    def _of_others(self, name: str, v: torch.Tensor, t: int) -> torch.Tensor | float:
+        """The updates of the other active adapters; none of those behind the FFN."""
+        base = self._base_alone()._base(name)
+        return sum(other._mixed(name, v, other.gates[t], t) - base @ v for other in self.others)
 
     def _gates(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
         """Expert to gate for one token, the most probable expert first."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -248,3 +251,39 @@ def test_a_number_as_text_is_a_name_if_there_is_one():
                 with force_experts(model, expert):
                     outputs.append(model(input_ids=ids()).logits)
         assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_thread_steers_its_own_passes(kind):
+    """Requests of four threads, each with an expert of its own, and of two that are free, at the same time."""
+    model = routed_model(kind)
+
+    def answer(expert: int | None) -> torch.Tensor:
+        with torch.no_grad(), nullcontext() if expert is None else force_experts(model, expert):
+            return model(input_ids=ids()).logits
+
+    wishes = [0, 1, None, 4, 5, None]
+    alone = [answer(expert) for expert in wishes]
+    with ThreadPoolExecutor(len(wishes)) as pool:
+        for got, want in zip(pool.map(answer, wishes * 8), alone * 8, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_backward_runs_checkpointed_layers_again_as_they_were_steered():
+    """In a thread of its own, as CUDA's is; the loss's gradient is the one without checkpoints."""
+    model = routed_model("adapter").train()
+
+    def gradients() -> list[torch.Tensor]:
+        with force_experts(model, torch.tensor([4, 0, 4])):
+            loss = model(input_ids=ids(), labels=ids()).loss
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(loss.backward).result()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return found
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    for got, want in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)

@@ -47,7 +47,7 @@ class FFNHost(LinearHost, Protocol):
     def moe_lora_spec(self) -> Mapping[str, Any]: ...  # adapter → its experts
     def projection(self, name: str, /) -> nn.Module: ...
     def input_projections(self, x_TD: torch.Tensor, /) -> Sequence[torch.Tensor]: ...
-    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None, /) -> torch.Tensor: ...
+    def base_output(self, x_TD: torch.Tensor, /) -> torch.Tensor: ...
 
 
 def empty_parameters(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
@@ -147,11 +147,13 @@ class Experts:
 
     @classmethod
     def ffn_output(
-        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """
-        The output [T, d] of an FFN with the experts of `adapters`, which are all of this kind; the changes that each
-        makes to the output add up. `mask_TD` replaces the block's own dropout, where several kinds share one.
+        The output [T, d] of an FFN with the experts of `adapters`, which are all of this kind.
+
+        Args:
+            h_TD: for experts that stand behind an FFN, its output with the adapters inside; None: without any.
         """
         raise NotImplementedError
 

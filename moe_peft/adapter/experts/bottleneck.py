@@ -47,10 +47,11 @@ class BottleneckExperts(Experts):
 
     @classmethod
     def ffn_output(
-        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # The FFN as it is, once for all adapters: the experts read its output.
-        h_TD = ffn.base_output(x_TD, mask_TD)
+        # The FFN, once for all adapters: the experts read its output.
+        if h_TD is None:
+            h_TD = ffn.base_output(x_TD)
         outputs = [ffn.moe_lora_spec[adapter]._behind(ffn, adapter, x_TD, h_TD) for adapter in adapters]
         y_TD = outputs[0]
         for other_TD in outputs[1:]:

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ...utils.expert_merging import mean_updates, update_gram
+from ...utils.messages import InputError
 from ...utils.torch_contexts import without_autocast
 from ..dispatch import Dispatch, plus_product
+from ..ffn_layout import FFNLayout
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
 from .base import Experts, FFNHost, LinearHost, Shapes
-
-
-class _Branch(NamedTuple):
-    """What one adapter has computed before the down projection."""
-
-    z_TF: torch.Tensor  # its hidden activation
-    dispatch: Dispatch | None  # None: a single expert
-    mixes_outputs: bool
-    low: list[torch.Tensor] | None = None  # with mixing "output": A_down a of each part's pairs, [P, r]
 
 
 class LoraExperts(Experts):
@@ -54,93 +46,112 @@ class LoraExperts(Experts):
 
     @classmethod
     def ffn_output(
-        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        layout, branches = ffn.layout, []
+        layout, done, z_TF = ffn.layout, [], None
 
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
         #    once; experts only add low-rank updates to their outputs.
         pre = ffn.input_projections(x_TD)
+        in_place = all(may_overwrite(ffn.projection(name)) for name in layout.inputs)
 
-        # 2. Each adapter routes the tokens and computes its own hidden activation. With a single adapter, nothing else
-        #    reads the base's outputs, so updates may be added in place.
-        in_place = len(adapters) == 1 and all(may_overwrite(ffn.projection(name)) for name in layout.inputs)
-        for adapter in adapters:
-            branches.append(ffn.moe_lora_spec[adapter]._hidden(ffn, adapter, x_TD, pre, in_place))
+        # 2. Each adapter routes the tokens and adds its updates. As those of LoRAs, updates of several adapters add up:
+        #    an adapter that mixes complete outputs comes last, so that all its experts have what others add.
+        mixes = {adapter: ffn.moe_lora_spec[adapter]._mixes_outputs(layout) for adapter in adapters}
+        if sum(mixes.values()) > 1:
+            names = " and ".join(repr(adapter) for adapter in adapters if mixes[adapter])
+            raise InputError(
+                f"MoE-LoRA: adapters {names} mix complete outputs of their experts, and those of two cannot be added "
+                "as updates; activate one of them, or make all but one with mixing='projection'"
+            )
+        for adapter in sorted(adapters, key=mixes.__getitem__):
+            spec: LoraExperts = ffn.moe_lora_spec[adapter]
+            pre = spec._with_shared(ffn, adapter, x_TD, dict(zip(layout.inputs, pre, strict=True)))
+            dispatch, low = ffn.route(adapter, x_TD, pre[0].dtype, mixes[adapter]), None
+            if dispatch is not None and mixes[adapter]:
+                z_TF, low = spec._mixed(ffn, adapter, dispatch, x_TD, pre)
+            else:  # mixing "projection": `Wx + s Σ g_i B_i A_i x` on each projection
+                inputs = dict(zip(layout.inputs, pre, strict=True))
+                pre = spec._updated(ffn, adapter, dispatch, x_TD, inputs, in_place)
+            done.append((adapter, dispatch, low))
 
-        # 3. The base's down projection. It is linear, so it is applied to the gated sum of the experts' activations and
-        #    also runs once. With several adapters, the changes that each makes to the base's activation add up.
-        z_TF = branches[0].z_TF
-        for branch in branches[1:]:
-            z_TF = z_TF + branch.z_TF - layout.hidden(ffn.base_layer, pre)
+        # 3. The activation, once per token unless outputs are mixed, and the base's down projection. It is linear, so
+        #    it is applied to the gated sum of the experts' activations and also runs once.
+        if z_TF is None:
+            z_TF = layout.hidden(ffn.base_layer, pre)
         y_TD = ffn.projection(layout.down)(z_TF)
 
         # 4. Each adapter's experts on the down projection.
-        for adapter, branch in zip(adapters, branches, strict=True):
-            y_TD = ffn.moe_lora_spec[adapter]._after_down(ffn, adapter, branch, y_TD)
+        for adapter, dispatch, low in done:
+            y_TD = ffn.moe_lora_spec[adapter]._after_down(ffn, adapter, dispatch, low, z_TF, y_TD, mixes[adapter])
 
         # 5. The block's own dropout, if it has one.
-        return layout.drop(ffn.base_layer, y_TD, mask_TD)
+        return layout.drop(ffn.base_layer, y_TD)
 
     def linear_output(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         dispatch = layer.route(adapter, x_TM, y_TM.dtype)
-        base = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
-        return self._updated(layer, adapter, dispatch, x_TM, base, in_place)[0]
+        (y_TM,) = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
+        return self._updated(layer, adapter, dispatch, x_TM, {"weight": y_TM}, in_place)[0]
 
-    def _hidden(
-        self, ffn: FFNHost, adapter: str, x_TD: torch.Tensor, pre: Sequence[torch.Tensor], in_place: bool
-    ) -> _Branch:
-        """Step 2: one adapter's hidden activation, from the FFN's input and the base's `pre` [T, f']."""
+    def _mixes_outputs(self, layout: FFNLayout) -> bool:
+        """
+        Whether each pair has an activation of its own. With experts on the down projection alone, all are the base's,
+        and both mixings the same.
+        """
+        chosen = self.target_projections
+        on_inputs = chosen is None or not chosen.isdisjoint(layout.inputs)
+        return self.num_experts > 1 and self.mixing == "output" and (on_inputs or self.sum_of_gates_counts)
+
+    def _mixed(
+        self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_TD: torch.Tensor, pre: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """
+        Mixing "output": there is a non-linearity between the projections, so every pair has its own activation a_i.
+        Returns `z = Σ g_i a_i` [T, f] and `A_down a` of each part's pairs [P, r], or None.
+        """
         layout, dtype = ffn.layout, pre[0].dtype
         A_all, B_all = ffn.expert_parameters(adapter)
         names = [name for name in layout.inputs if name in A_all]
-        base = self._with_shared(ffn, adapter, x_TD, dict(zip(layout.inputs, pre, strict=True)))
 
-        # 2a. Router logits, gates and experts of each token, and the method by which this batch is computed. With
-        #     experts on the down projection alone, all hidden activations are the base's: both mixings are the same.
-        mixes_outputs = self.num_experts > 1 and self.mixing == "output" and (bool(names) or self.sum_of_gates_counts)
-        dispatch = ffn.route(adapter, x_TD, dtype, mixes_outputs)
-
-        # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
-        #     activation, once per token.
-        if dispatch is None or not mixes_outputs:
-            updated = self._updated(ffn, adapter, dispatch, x_TD, base, in_place)
-            return _Branch(layout.hidden(ffn.base_layer, updated), dispatch, mixes_outputs)
-
-        # 2c. Mixing "output": there is a non-linearity between the projections, so every pair has its own activation
-        #     a_i. First come its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
+        # First come the low-rank inputs `s A_i x` [P, r], on all projections that have experts …
         x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
         with without_autocast(x_TD):
             low = dispatch.shrink_tokens(x, [dispatch.cast(A_all[name], dtype) for name in names])
 
-            # 2d. … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum
-            #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need for each pair (step 4).
+            # … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum, and
+            # `A_down a_i`, which the down projection's experts need for each pair.
             B = {name: dispatch.cast(B_all[name], dtype) for name in names}
             A_down = dispatch.cast(A_all[layout.down], dtype) if layout.down in A_all else None
             inputs = []
             for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
                 h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
-                inputs.append(
-                    PairInputs([*base.values()], [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs])
-                )
+                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
             dropout = ffn.dropout_rate(adapter)
-            z_TF, low_down = mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
-        return _Branch(z_TF, dispatch, mixes_outputs, low_down)
+            return mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
 
-    def _after_down(self, ffn: FFNHost, adapter: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
+    def _after_down(
+        self,
+        ffn: FFNHost,
+        adapter: str,
+        dispatch: Dispatch | None,
+        low: list[torch.Tensor] | None,
+        z_TF: torch.Tensor,
+        y_TD: torch.Tensor,
+        mixes_outputs: bool,
+    ) -> torch.Tensor:
         """Step 4: add an adapter's change to the down projection's output."""
-        name, dispatch = ffn.layout.down, branch.dispatch
+        name = ffn.layout.down
         down = ffn.projection(name)
         # The LoRA that serves every token is linear as the base's down projection is, so it runs once on the mix, too.
-        y_TD = self._with_shared(ffn, adapter, branch.z_TF, {name: y_TD})[name]
-        if dispatch is None or not branch.mixes_outputs:
-            return self._updated(ffn, adapter, dispatch, branch.z_TF, {name: y_TD}, may_overwrite(down))[0]
-        if branch.low is not None:
+        (y_TD,) = self._with_shared(ffn, adapter, z_TF, {name: y_TD})
+        if dispatch is None or not mixes_outputs:
+            return self._updated(ffn, adapter, dispatch, z_TF, {name: y_TD}, may_overwrite(down))[0]
+        if low is not None:
             B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][name], y_TD.dtype)
             with without_autocast(y_TD):
-                y_TD = dispatch.expand_collect(branch.low, B_NRD, y_TD, may_overwrite(down))
+                y_TD = dispatch.expand_collect(low, B_NRD, y_TD, may_overwrite(down))
         bias = getattr(down, "bias", None)
         if bias is not None and self.sum_of_gates_counts:
             # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
@@ -149,11 +160,11 @@ class LoraExperts(Experts):
 
     def _with_shared(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    ) -> list[torch.Tensor]:
         """The base's outputs by projection, with the LoRA of the experts that serve every token."""
         if not self.num_shared_experts:
-            return base
-        return dict(zip(base, self._updated(layer, adapter, None, x_TM, base, shared=True), strict=True))
+            return [*base.values()]
+        return self._updated(layer, adapter, None, x_TM, base, shared=True)
 
     def _updated(
         self,

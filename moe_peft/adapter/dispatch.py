@@ -159,7 +159,7 @@ class Dispatch:
         if self.all_columns:
             rows = [part.pair_rows() for part in self.parts]
             tables = [(x_TM @ A_NRM.flatten(0, 1).T).view(-1, A_NRM.shape[1]) for x_TM, A_NRM in zip(x, A, strict=True)]
-            lengths = [len(row) for row in rows]
+            lengths = [row.shape[0] for row in rows]
             return [list(table.index_select(0, torch.cat(rows)).split(lengths)) for table in tables]
         if any(x_TM is not x[0] for x_TM in x):
             return [self.shrink_tokens([x_TM], [A_NRM])[0] for x_TM, A_NRM in zip(x, A, strict=True)]

@@ -291,7 +291,7 @@ def _with_aux_loss(
         loss = output[0]
     if loss is None and not (is_dict and collection.explicit):
         return output
-    if any(len(logits) != len(router_logits[0]) for logits in router_logits):
+    if any(logits.shape[0] != router_logits[0].shape[0] for logits in router_logits):
         lengths = sorted({len(logits) for logits in router_logits})
         raise InputError(
             f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({lengths}), which make no "
@@ -300,7 +300,7 @@ def _with_aux_loss(
     config = text_config(model)
     mask = collection.attention_mask
     if mask is not None:
-        mask = mask[:, -(len(router_logits[0]) // len(mask)) :].flatten()  # after a cache, whose tokens come first
+        mask = mask[:, -(router_logits[0].shape[0] // mask.shape[0]) :].flatten()  # after a cache, whose tokens come first
     k = config.num_experts_per_tok
     chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
     sizes = [logits.shape[-1] for logits in collection.logits]

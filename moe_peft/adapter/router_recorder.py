@@ -128,13 +128,13 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
     """Start the collection of a forward pass of `module`, a transformers model, that is called with these arguments."""
     call = arguments(module, args, kwargs)
     ids, embeds, mask = (call.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-    rows = next((len(tensor) for tensor in (ids, embeds) if isinstance(tensor, torch.Tensor)), 1)
+    rows = next((tensor.shape[0] for tensor in (ids, embeds) if isinstance(tensor, torch.Tensor)), 1)
     if getattr(module.config, "is_encoder_decoder", False):
         ids = None
     observers = _observers.get(module.base_model, ())
     if observers:  # reading it waits for the device
         mask = _without_queries(mask)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) != rows:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != rows:
         mask = None
     outer = outer_collection(module)
     state.current.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)

@@ -80,6 +80,8 @@ class MoELoraConfig(_Settings, PeftConfig):
         lora_dropout: Dropout on the experts' input, as in LoRA.
         use_rslora: Scale by `lora_alpha / sqrt(r)`.
         num_experts: Experts in every targeted module.
+        base_expert: Make the last of the experts the base: it has no update and no weights, so tokens that are routed
+            to it have the FFN (or linear) as it was.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
         num_shared_experts: LoRA experts that serve every token beside the routed ones, with gate 1: one LoRA of rank
             `num_shared_experts · r` under them all, `W_i = W + s·B_0 A_0 + s·B_i A_i`.
@@ -145,6 +147,7 @@ class MoELoraConfig(_Settings, PeftConfig):
     lora_dropout: float = setting(0.0, "Dropout on the experts' input.", Range(at_least=0, below=1))
     use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(r).")
     num_experts: int = setting(8, "Experts in every targeted module.", COUNT)
+    base_expert: bool = setting(False, "The last expert is the base, without an update.")
     top_k: int = setting(2, "Experts per token.", COUNT)
     num_shared_experts: int = setting(0, "LoRA experts that serve every token.", Range(at_least=0, whole=True))
     normalize_top_k: bool = setting(True, "Make the chosen experts' gates sum to 1.")
@@ -199,6 +202,11 @@ class MoELoraConfig(_Settings, PeftConfig):
             self._check_top_k(self.top_k, n)
 
     @property
+    def num_updates(self) -> int:
+        """How many experts have weights: all but the last, where that is the base."""
+        return self.num_experts - self.base_expert
+
+    @property
     def router_class(self) -> type[Router]:
         """The class that `router_type` names; its attributes say what it needs and allows."""
         return ROUTERS[self.router_type]
@@ -215,6 +223,8 @@ class MoELoraConfig(_Settings, PeftConfig):
         if self.target_projections is not None and not self.target_projections:
             self._fail("target_projections", "name at least one, or leave it out for all")
         most = max([self.num_experts, *self.num_experts_pattern.values()])
+        if self.base_expert and most == 1:
+            self._fail("base_expert", "needs a second expert to choose; give num_experts=2 or more")
         if self.num_shared_experts and most == 1:
             self._fail("num_shared_experts", "without routed experts, raise r instead")
         tokens = self.trainable_token_indices
@@ -292,6 +302,7 @@ class MoELoraConfig(_Settings, PeftConfig):
         projections = self.target_projections
         return EXPERTS[self.expert_type](
             num_experts=num_experts,
+            base_expert=self.base_expert and num_experts > 1,
             num_shared_experts=self.num_shared_experts if num_experts > 1 else 0,
             top_k=top_k,
             r=r,

@@ -48,6 +48,8 @@ class Dispatch:
         num_experts: n.
         scaling: s, the factor of every expert's update.
         all_columns: whether products of tokens use all experts' matrices at once.
+        updated_TK: whether a pair's expert changes the base, bool [T, k]; None: all do. The matrices of one that does
+            not are those of some other expert, with factor 0.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class Dispatch:
         num_experts: int,
         scaling: float,
         all_columns: bool = False,
+        updated_TK: torch.Tensor | None = None,
     ) -> None:
-        self.experts, self.gates = experts_TK, gates_TK
+        self.experts, self.gates, self.updated = experts_TK, gates_TK, updated_TK
         self.scaling, self.all_columns = scaling, all_columns
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
@@ -73,15 +76,30 @@ class Dispatch:
         """Dispatches that together cover all pairs."""
         return [self]
 
+    def to_pairs(self, values_TK: torch.Tensor) -> torch.Tensor:
+        """One value per slot as a column [P, 1] in the pairs' order; 0 for padding."""
+        return values_TK.reshape(-1, 1)
+
     def pair_gates(self) -> torch.Tensor:
         """Gates as a column [P, 1] in the pairs' order."""
-        return self.gates.reshape(-1, 1)
+        return self.to_pairs(self.gates)
+
+    def slot_factors(self) -> torch.Tensor:
+        """The factor of the update in each slot, `s·g`, or 0 where there is none, [T, k]."""
+        factors_TK = self.gates * self.scaling
+        return factors_TK if self.updated is None else factors_TK.masked_fill(~self.updated, 0)
 
     def scaled_gates(self) -> torch.Tensor:
-        """`s·g` as a column [P, 1]; computed once for all projections."""
+        """`slot_factors` as a column [P, 1]; computed once for all projections."""
         if self._scaled_gates is None:
-            self._scaled_gates = self.pair_gates() * self.scaling
+            whole = self.updated is None
+            self._scaled_gates = self.pair_gates() * self.scaling if whole else self.to_pairs(self.slot_factors())
         return self._scaled_gates
+
+    def scaled(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """`s·h` [P, r], or 0 where a pair has no update."""
+        h_PR = h_PR * self.scaling
+        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Experts' matrices [n, r, m] as products in this dtype take them."""
@@ -113,9 +131,11 @@ class Dispatch:
         computed once for all projections.
         """
         if r not in self._gate_columns:
-            gates_TK = self.gates * self.scaling
+            gates_TK = self.slot_factors()
             empty_TN = gates_TK.new_zeros(self.tokens, self.n)
-            self._gate_columns[r] = empty_TN.scatter(1, self.experts, gates_TK).repeat_interleave(r, dim=1)
+            # Added up, as the slot without an update may have the matrices of another slot's expert.
+            gates_TN = (empty_TN.scatter if self.updated is None else empty_TN.scatter_add)(1, self.experts, gates_TK)
+            self._gate_columns[r] = gates_TN.repeat_interleave(r, dim=1)
         return self._gate_columns[r]
 
     # --- on pairs -----------------------------------------------------------------------------------------------------
@@ -454,8 +474,8 @@ class Blocks(_Part):
     another token, the expert could overflow, and 0 times infinity is NaN.)
     """
 
-    def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
-        super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
+    def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, *args: Any) -> None:
+        super().__init__(experts_TJ, gates_TJ, num_experts, *args)
         pairs, n, device = experts_TJ.numel(), num_experts, experts_TJ.device
         self._size = size = _block_size(pairs, n)
         blocks = (pairs + n * (size - 1)) // size  # enough for the worst routing
@@ -474,10 +494,14 @@ class Blocks(_Part):
         tokens_P = order_P // self.k
         padding_P = tokens_P.index_select(0, edges_N.index_select(0, self._block_experts)).repeat_interleave(size)
         self._tokens = padding_P.scatter(0, sorted_rows_P, tokens_P)
-        self._gates = gates_TJ.new_zeros(blocks * size).scatter(0, rows_P, gates_TJ.flatten())
+        self._gates = self.to_pairs(gates_TJ)
+
+    def to_pairs(self, values_TK: torch.Tensor) -> torch.Tensor:
+        empty_P = values_TK.new_zeros(self._block_range.shape[0] * self._size)
+        return empty_P.scatter(0, self._rows.flatten(), values_TK.flatten()).unsqueeze(1)
 
     def pair_gates(self) -> torch.Tensor:
-        return self._gates.unsqueeze(1)
+        return self._gates
 
     def pair_experts(self) -> torch.Tensor:
         return self._block_experts.repeat_interleave(self._size)
@@ -525,8 +549,8 @@ def known(condition: bool) -> bool:
 class Sorted(_Part):
     """Sorts pairs by their expert for grouped products: no padding, but only where torch has a kernel."""
 
-    def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
-        super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
+    def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, *args: Any) -> None:
+        super().__init__(experts_TJ, gates_TJ, num_experts, *args)
         self._experts, self._order = experts_TJ.flatten().sort(stable=True)
         positions = torch.arange(self._order.numel(), device=experts_TJ.device)
         self._rows = torch.empty_like(self._order).scatter_(0, self._order, positions).view(experts_TJ.shape)
@@ -535,8 +559,8 @@ class Sorted(_Part):
         self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
         self._idle: torch.Tensor | None = None
 
-    def pair_gates(self) -> torch.Tensor:
-        return self.gates.flatten().index_select(0, self._order).unsqueeze(1)
+    def to_pairs(self, values_TK: torch.Tensor) -> torch.Tensor:
+        return values_TK.flatten().index_select(0, self._order).unsqueeze(1)
 
     def pair_experts(self) -> torch.Tensor:
         return self._experts
@@ -566,10 +590,15 @@ class InParts(Dispatch):
         num_experts: int,
         scaling: float,
         all_columns: bool = False,
+        updated_TK: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(experts_TK, gates_TK, num_experts, scaling, all_columns)
-        slots = zip(experts_TK.split(PART_SLOTS, dim=1), gates_TK.split(PART_SLOTS, dim=1), strict=True)
-        self._parts = [part(experts_TJ, gates_TJ, num_experts, scaling) for experts_TJ, gates_TJ in slots]
+        super().__init__(experts_TK, gates_TK, num_experts, scaling, all_columns, updated_TK)
+        slots = [values_TK.split(PART_SLOTS, dim=1) for values_TK in (experts_TK, gates_TK)]
+        updated = [None] * len(slots[0]) if updated_TK is None else updated_TK.split(PART_SLOTS, dim=1)
+        self._parts = [
+            part(experts_TJ, gates_TJ, num_experts, scaling, False, updated_TJ)
+            for experts_TJ, gates_TJ, updated_TJ in zip(*slots, updated, strict=True)
+        ]
 
     @property
     def parts(self) -> Sequence[Dispatch]:

@@ -183,10 +183,20 @@ def make_dispatch(
     unit: int,
     scaling: float,
     mixes_outputs: bool,
+    base_expert: bool = False,
 ) -> Dispatch:
-    """The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens."""
+    """
+    The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens.
+
+    Args:
+        num_experts: how many experts have matrices.
+        base_expert: whether the expert after these, which has none, may have been chosen: it is the base as it is.
+    """
+    updated_TK = experts_TK < num_experts if base_expert else None
+    if base_expert:
+        experts_TK = experts_TK.clamp(max=num_experts - 1)
     tokens, k = experts_TK.shape
     method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
     if known(tokens == 0):  # what batched and grouped products do without rows depends on the device
         method = "dense"
-    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)
+    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling, updated_TK=updated_TK)

@@ -152,8 +152,9 @@ class MoELoraLayer(BaseTunerLayer):
         record_choice(experts_TK, gates_TK)
         unit = math.gcd(spec.rank, self._unit)
         return make_dispatch(
-            experts_TK, gates_TK.to(dtype), spec.num_experts, spec.rank, unit, spec.scaling, mixes_outputs
-        )
+            experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, unit, spec.scaling, mixes_outputs,
+            spec.base_expert,
+        )  # fmt: skip
 
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""

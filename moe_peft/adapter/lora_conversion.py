@@ -151,7 +151,8 @@ def lora_to_moe(
     is_causal = type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
     settings.setdefault("task_type", "CAUSAL_LM" if is_causal else loras[0].config.task_type)
     settings.setdefault("revision", loras[0].config.revision)
-    settings.setdefault("top_k", min(2, len(loras)))
+    n = len(loras) + bool(settings.get("base_expert"))
+    settings.setdefault("top_k", min(2, n))
     determined = _determined(loras, targets)
     averaged = outside_ffns(model, targets) if attention != "route" else set()
     if averaged == targets.keys():
@@ -163,7 +164,7 @@ def lora_to_moe(
         names = sorted(short_names(averaged, [name for name, _ in model.named_modules()]))
         determined["num_experts_pattern"] = dict.fromkeys(names, 1)
         determined["rank_pattern"] = dict.fromkeys(names, len(loras) * determined["r"])
-    config = MoELoraConfig(num_experts=len(loras), **determined, **settings)
+    config = MoELoraConfig(num_experts=n, **determined, **settings)
     matrices = _stacked(loras, targets, config.expert_spec(""), averaged)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
@@ -188,7 +189,7 @@ def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLi
         path: layer
         for path, layer in layers
         if (spec := layer.moe_lora_spec.get(adapter_name)) is not None
-        and (spec.num_experts, spec.rank, spec.use_rslora) == (1, config.num_experts * config.r, False)
+        and (spec.num_experts, spec.rank, spec.use_rslora) == (1, config.num_updates * config.r, False)
     }
 
 
@@ -387,8 +388,8 @@ def _matrices_of(
         if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
             continue
         spec = layer.moe_lora_spec[adapter_name]
-        if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
-            raise InputError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
+        if not 0 <= expert < spec.num_updates and spec.num_experts > 1:
+            raise InputError(f"expert_to_lora: expert={expert}: {owner} has LoRAs 0 to {spec.num_updates - 1}")
         index = expert if spec.num_experts > 1 else 0
         A_all, B_all = layer.expert_parameters(adapter_name)
         for projection, A in A_all.items():

@@ -300,7 +300,9 @@ def _with_aux_loss(
     config = text_config(model)
     mask = collection.attention_mask
     if mask is not None:
-        mask = mask[:, -(router_logits[0].shape[0] // mask.shape[0]) :].flatten()  # after a cache, whose tokens come first
+        mask = mask[
+            :, -(router_logits[0].shape[0] // mask.shape[0]) :
+        ].flatten()  # after a cache, whose tokens come first
     k = config.num_experts_per_tok
     chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
     sizes = [logits.shape[-1] for logits in collection.logits]

@@ -125,7 +125,7 @@ def alone(model: Any, expert: int) -> Iterator[None]:
         B_1RO = layer.expert_parameters(name)[1]["weight"]
         before[B_1RO] = B_1RO.data
         B_1RO.data = torch.zeros_like(B_1RO)
-        B_1RO.data[:, own] = config.num_experts * before[B_1RO][:, own]
+        B_1RO.data[:, own] = config.num_updates * before[B_1RO][:, own]
     try:
         with force_experts(model, expert):
             yield

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
@@ -178,13 +179,14 @@ class AdapterLayer(RoutedLayer):
         names = self.module.layout.inputs if isinstance(self.module, MoELoraFFN) else ("weight",)
         pairs = []
         for name in (name for name in names if name in A_all):
-            loras = [experts.to_lora(A_all[name], B_all[name], i) for i in range(self.num_experts)]
+            loras = [experts.to_lora(A_all[name], B_all[name], i) for i in range(experts.num_updates)]
             pairs.append((torch.stack([A for A, _ in loras]), torch.stack([B for _, B in loras])))
         return pairs
 
     def grams(self) -> list[torch.Tensor]:
         A_all, B_all = self.module.expert_parameters(self.adapter)
-        return [self.experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
+        grams = [self.experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
+        return [F.pad(gram_NN, (0, self.experts.base_expert) * 2) for gram_NN in grams]  # the base has no update
 
 
 @dataclass(frozen=True, eq=False)

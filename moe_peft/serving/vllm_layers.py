@@ -163,8 +163,9 @@ class Host(nn.Module):
             return None
         gates_TK, experts_TK = router.choose(router(self.router_input(x_TM)), spec.top_k, spec.normalize_top_k)
         return make_dispatch(
-            experts_TK, gates_TK.to(dtype), spec.num_experts, spec.rank, self._unit, spec.scaling, mixes_outputs
-        )
+            experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs,
+            spec.base_expert,
+        )  # fmt: skip
 
 
 # --- FFNs ---

@@ -191,6 +191,8 @@ class _Loop:
     def _bottleneck(self, expert: int, h: torch.Tensor, t: int) -> torch.Tensor:
         """`U_i GELU(D_i h) + h`, where dropout acts on the input of D_i alone."""
         D, U = self._experts("bottleneck")
+        if expert == len(U):
+            return h
         inner = D[expert] @ (self.masks["bottleneck"][t] * h if "bottleneck" in self.masks else h)
         return U[expert].T @ (inner * 0.5 * (1 + torch.erf(inner / 2**0.5))) + h
 
@@ -198,7 +200,7 @@ class _Loop:
         """`W + s·B_iᵀ A_i`, [out, in]."""
         if (name, expert) not in self.cache:
             weight, experts = self._base(name), self._experts(name)
-            if experts is not None:
+            if experts is not None and expert < len(experts[1]):  # the base, where there is one, is the last
                 A, B = experts
                 weight = weight + self._scaling() * (B[expert].T @ A[expert])
             self.cache[name, expert] = weight
@@ -231,6 +233,8 @@ class _Loop:
         if name not in self.masks:
             return self.merged(name, expert) @ v + self._of_others(name, v, t)
         A, B = self._experts(name)
+        if expert == len(B):
+            return self.merged(name, expert) @ v + self._of_others(name, v, t)
         mask = self.masks[name][t]
         mask = mask[slot] if mask.dim() == 2 else mask
         return (
@@ -247,7 +251,7 @@ class _Loop:
             return y
         A, B = experts
         dropped = self.masks[name][t] * v if name in self.masks else v
-        for expert, gate in gates.items():
+        for expert, gate in [(i, gate) for i, gate in gates.items() if i < len(B)]:
             y = y + self._scaling() * gate * (B[expert].T @ (A[expert] @ dropped))
         return y
 

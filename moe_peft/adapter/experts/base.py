@@ -67,6 +67,7 @@ class Experts:
     """
 
     num_experts: int
+    base_expert: bool
     num_shared_experts: int
     top_k: int
     r: int
@@ -88,6 +89,11 @@ class Experts:
     no_lora: ClassVar[str] = ""  # why an expert is neither a LoRA nor a dense FFN with other weights; "": it is one
 
     @property
+    def num_updates(self) -> int:
+        """How many experts have matrices: all but the last, where that is the base."""
+        return self.num_experts - self.base_expert
+
+    @property
     def rank(self) -> int:
         """r, the size of each expert's inner dimension."""
         return self.r
@@ -106,7 +112,8 @@ class Experts:
 
     def used_share(self, matrix: Literal["A", "B"]) -> Fraction:
         """The share of a matrix's parameters that one token uses, at most: routers may leave experts out."""
-        return Fraction(min(self.top_k, self.num_experts), self.num_experts) if matrix in self.stacked else Fraction(1)
+        n = self.num_updates
+        return Fraction(min(self.top_k, n), n) if matrix in self.stacked else Fraction(1)
 
     def for_linear(self) -> Experts:
         """The experts of a single linear, which is not a part of a targeted FFN."""
@@ -166,15 +173,17 @@ class Experts:
     # --- an expert by itself ---
 
     def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One expert as a LoRA, A [r, in] and B [out, r], of rank `r` and scaling `scaling`."""
+        """One expert with matrices as a LoRA, A [r, in] and B [out, r], of rank `r` and scaling `scaling`."""
         raise InputError(self.no_lora)
 
     def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of one projection from n LoRAs, A [r, in] and B [out, r] each."""
+        """The experts of one projection from their LoRAs, A [r, in] and B [out, r] each."""
         raise InputError(self.no_lora)
 
     def merge(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, expert: int) -> torch.Tensor:
         """The projection's weight [out, in] with one expert merged, float32."""
+        if expert == self.num_updates:  # the base
+            return weight.float()
         A_RI, B_OR = self.to_lora(A, B, expert)
         return torch.addmm(weight.float(), B_OR.float(), A_RI.float(), alpha=self.scaling)
 

@@ -43,7 +43,7 @@ class BottleneckExperts(Experts):
 
     def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
         d = list(projections.values())[-1][1]  # the down projection's
-        return {_NAME: ((self.num_experts, self.rank, d), (self.num_experts, self.rank, d))}
+        return {_NAME: ((self.num_updates, self.rank, d), (self.num_updates, self.rank, d))}
 
     @classmethod
     def ffn_output(

@@ -35,7 +35,7 @@ class LoraExperts(Experts):
         return replace(self, target_projections=None)
 
     def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
-        n, r, chosen = self.num_experts, self.rank, self.target_projections
+        n, r, chosen = self.num_updates, self.rank, self.target_projections
         return {
             name: ((n, r, features_in), (n, r, features_out))
             for name, (features_in, features_out) in projections.items()
@@ -125,8 +125,8 @@ class LoraExperts(Experts):
             B = {name: dispatch.cast(B_all[name], dtype) for name in names}
             A_down = dispatch.cast(A_all[layout.down], dtype) if layout.down in A_all else None
             inputs = []
-            for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
-                h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
+            for part, *low_of_part in zip(dispatch.parts, *low, strict=True):
+                h = {name: part.scaled(h_PR) for name, h_PR in zip(names, low_of_part, strict=True)}
                 inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
             dropout = ffn.dropout_rate(adapter)
             return mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)

@@ -6,6 +6,7 @@ from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
 from .combine.experts import put_expert
+from .combine.request_gate import RequestGate
 from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
 from .models.gates import fold_routers, pick_experts
@@ -29,6 +30,7 @@ __all__ = [
     "MoELoraModel",
     "MoESFTConfig",
     "MoESFTTrainer",
+    "RequestGate",
     "RouterBiasCallback",
     "RouterLossConfig",
     "RouterLossesMixin",

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..routing.routers import RouterSettings
 from ..utils.messages import InputError
-from .introspection import base_passes, text_config
+from .introspection import base_passes, counted_tokens, text_config
 from .layer import AdapterLayer, adapter_layers, native_layers, routed_layers
 
 # Fields of a native MoE's config while routers have replaced its gates: their settings, and what the gates did.
@@ -121,12 +121,12 @@ def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | No
 def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
     The one expert of a mixture that each text is for: that with the largest gate of a softmax, a mean over the text's
-    tokens and over routers, which see the base's hidden states. With it, a server that has the mixture's adapters
-    separately (vLLM's `--enable-lora`) gives each request the adapter that its prompt asks for.
+    tokens and over routers, which see the base's hidden states: a pass of the base over the texts. Gates that a mixture
+    was trained with, or that `init_gates` set, can be asked so; `moe_peft.RequestGate` is made for it.
 
     Args:
-        batch: `input_ids` and `attention_mask`, [B, S]. Tokens with a label other than -100 in `labels` are an answer,
-            which does not count, unless a text has nothing else.
+        batch: `input_ids` and `attention_mask`, [B, S]. The tokens that count are those that `counted` [B, S] names or,
+            without it, those with the label -100 in `labels` (others are an answer); all, of a text that has no such.
 
     Returns:
         Experts, int64 [B], on the CPU.
@@ -146,17 +146,15 @@ def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.T
     ```
     """
     layers = adapter_layers(model, None, "pick_experts")
-    scores_BN = torch.zeros(len(batch["input_ids"]), layers[0].num_experts, dtype=torch.float64)
+    n = max(layer.num_experts for layer in layers)
+    scores_BN = torch.zeros(len(batch["input_ids"]), n, dtype=torch.float64)
 
     def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
-        prompt_BS = mask_BS.bool()
-        if "labels" in batch:
-            prompt_BS = prompt_BS & (batch["labels"].to(mask_BS.device) == -100)
-            prompt_BS = torch.where(prompt_BS.any(1, keepdim=True), prompt_BS, mask_BS.bool())
+        counted_BS = counted_tokens(batch, mask_BS)
         logits_TN = layers[i].router(x_BSD.reshape(-1, x_BSD.shape[-1]))  # some models flatten tokens themselves
         gates_BSN = logits_TN.float().softmax(-1).view(*mask_BS.shape, -1)
-        sum_BN = torch.einsum("bs,bsn->bn", prompt_BS.to(gates_BSN), gates_BSN)
-        scores_BN.add_((sum_BN / prompt_BS.sum(1, keepdim=True)).cpu())
+        sum_BN = torch.einsum("bs,bsn->bn", counted_BS.to(gates_BSN), gates_BSN)
+        scores_BN[:, : gates_BSN.shape[-1]] += (sum_BN / counted_BS.sum(1, keepdim=True)).cpu()
 
     base_passes(model, [batch], [layer.module for layer in layers], add)
     return scores_BN.argmax(1)

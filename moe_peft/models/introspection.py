@@ -7,7 +7,7 @@ No other module knows where router logits come from. Legend: B rows, S positions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,17 +57,21 @@ def base_passes(
     batches: Iterable[Mapping[str, Any]],
     modules: Sequence[nn.Module],
     observe: Callable[[int, Mapping[str, Any], torch.Tensor, torch.Tensor, torch.Tensor], None],
+    only: bool = False,
 ) -> None:
     """
     Run batches through the backbone, with adapters disabled.
 
     Args:
+        only: whether nothing else of the passes is of use: each ends with the last of the modules.
         observe: called as each of the modules runs, with its index, the batch, the batch's mask, 1 for real tokens
             [B, S], on the module's device, and the module's input and output.
     """
 
     def hook(module: nn.Module, args: tuple, output: torch.Tensor, index: int) -> None:
         observe(index, batch, mask_BS.to(args[0].device), args[0], output)
+        if only and index == len(modules) - 1:
+            raise _Done
 
     device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
@@ -78,13 +82,32 @@ def base_passes(
         for batch in batches:
             arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
             mask_BS = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
-            with evaluating(model):
+            with evaluating(model), suppress(_Done):
                 backbone(model)(**arguments, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
         for layer, disabled in adapters:
             layer._disable_adapters = disabled
+
+
+class _Done(Exception):
+    """Ends a pass early."""
+
+
+def counted_tokens(batch: Mapping[str, Any], mask_BS: torch.Tensor) -> torch.Tensor:
+    """
+    The tokens of texts that say what they are about, bool [B, S]: those that `counted` names, or those without a label;
+    of a text that has none of them, all real tokens.
+    """
+    real_BS = mask_BS.bool()
+    if "counted" in batch:
+        counted_BS = real_BS & batch["counted"].to(mask_BS.device).bool()
+    elif "labels" in batch:
+        counted_BS = real_BS & (batch["labels"].to(mask_BS.device) == -100)
+    else:
+        return real_BS
+    return torch.where(counted_BS.any(1, keepdim=True), counted_BS, real_BS)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,330 @@
+"""
+`RequestGate`: which of several adapters a request is for, or none of them, so that the base answers.
+
+A request is read as a classifier before a server would read it: by itself, without the system prompt, the template's
+words, tools or earlier turns, which all requests share. Its tokens' mean, in the first quarter of the base's layers, is
+compared with those of a few texts for each adapter by ridge regression. Nothing is trained.
+
+Legend: R requests, L layers that are read, S positions, d hidden size, n adapters (and the base).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ..adapter.ffn_layout import find_layout
+from ..models.introspection import backbone, base_passes, counted_tokens, text_config
+from ..native.folders import DenseFolder, open_folder
+from ..utils.io import read_text, reading
+from ..utils.messages import InputError, choice_error
+from ..utils.torch_contexts import double
+
+FILE = "request_gate.safetensors"
+BASE = "base"  # the choice of none of the adapters
+Message: TypeAlias = Mapping[str, Any]
+Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
+
+
+def neutral_requests() -> list[str]:
+    """General requests of many kinds, which no adapter is meant for: ours, in English."""
+    return lines_of(read_text(Path(__file__).with_name("neutral.txt")))
+
+
+def lines_of(text: str) -> list[str]:
+    """A text's lines, without empty ones and those that begin with #."""
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def request_text(request: Request) -> str:
+    """What is asked: a text, or the last user message of a chat."""
+    if isinstance(request, str):
+        return request
+    content = next((message["content"] for message in reversed(request) if message.get("role") == "user"), "")
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """
+    How requests become tokens.
+
+    Args:
+        tokenizer: the base's.
+        chat: whether a request stands in the chat template, as the base sees it in service, or is a text alone.
+        system: the system prompt there, if there is one.
+        max_length: tokens of a request that are read.
+    """
+
+    tokenizer: Any
+    chat: bool
+    system: str | None = None
+    max_length: int = 1024
+
+    def batch(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """`input_ids`, `attention_mask` and `counted`, the tokens of the requests themselves, [R, S] each."""
+        rendered = [self._rendered(text) for text in texts]
+        # The template has its own special tokens.
+        read = [self.tokenizer(whole, add_special_tokens=not self.chat, return_offsets_mapping=self.tokenizer.is_fast,
+                               truncation=True, max_length=self.max_length) for whole, _ in rendered]  # fmt: skip
+        length = max(1, *(len(each["input_ids"]) for each in read))
+        ids, mask, counted = (torch.zeros(len(texts), length, dtype=torch.long) for _ in range(3))
+        for i, (each, (_, start)) in enumerate(zip(read, rendered, strict=True)):
+            tokens, end = each["input_ids"], start + len(texts[i].strip())
+            ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.long), 1
+            offsets = each.get("offset_mapping") or [(start, end)] * len(tokens)
+            counted[i, : len(tokens)] = torch.tensor([a < end and b > start and a < b for a, b in offsets]).long()
+        mask[:, 0] = 1  # an empty request
+        return {"input_ids": ids, "attention_mask": mask, "counted": counted}
+
+    def _rendered(self, text: str) -> tuple[str, int]:
+        """A request in its form, and where its own text begins."""
+        text = text.strip()
+        if not self.chat:
+            return f"{text}\n", 0
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": text}]
+        whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return whole, max(0, whole.rfind(text))
+
+
+@dataclass
+class RequestGate:
+    """
+    Which of several adapters a request is for, or none of them: what stands before a server that has the adapters by
+    name (`moe-peft pick`), or steers a mixture of them.
+
+    Args:
+        model: the base, or its first layers; with or without adapters, which are not used.
+        reader: how requests are read.
+        vectors: what each adapter is for: name → the vectors of its texts, float32 [R, L, d]; those of `"base"` are
+            general requests.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import RequestGate
+    >>> gate = RequestGate.fit(
+    ...     "Qwen/Qwen3-0.6B",
+    ...     {
+    ...         "math": ["What is 3 + 4?", "Solve x + 2 = 5."],
+    ...         "code": ["Sort a list in C.", "Write a loop in Go."],
+    ...     },
+    ... )
+    >>> gate.pick(["What is 6 + 7?", "What is the capital of France?"])
+    ['math', None]
+    >>> gate.save_pretrained("gate")
+    ```
+    """
+
+    model: Any
+    reader: RequestReader
+    vectors: dict[str, torch.Tensor]
+    base: str = ""  # its folder or name
+    penalty: float = 0.1  # λ
+    weight: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.modules = deciding_modules(self.model)
+        self.weight = ridge([*self.vectors.values()], self.penalty)
+
+    @property
+    def names(self) -> list[str]:
+        """The adapters, in order."""
+        return [name for name in self.vectors if name != BASE]
+
+    @classmethod
+    def fit(
+        cls,
+        base: Any,
+        requests: Mapping[str, Sequence[Request]],
+        neutral: Sequence[str] | None = None,
+        *,
+        tokenizer: Any = None,
+        chat: bool | None = None,
+        system: str | None = None,
+        max_length: int = 1024,
+    ) -> RequestGate:
+        """
+        Args:
+            base: the adapters' base: a folder, a name on the hub, or the model, then with its tokenizer.
+            requests: adapter → requests that it is for: dozens, better hundreds.
+            neutral: general requests, which the base answers; None: some of ours. None at all: `[]`, and each request
+                goes to some adapter.
+            chat: whether requests are read inside the chat template; None: if those given are chats.
+            system: a system prompt there.
+            max_length: tokens of a request that are read.
+
+        Raises:
+            ValueError: an adapter has no requests.
+        """
+        if BASE in requests:
+            raise InputError(f"requests: {BASE!r} is the name of the choice of no adapter; give that adapter another")
+        if empty := [name for name, of_name in requests.items() if not of_name]:
+            raise InputError(f"requests: {empty[0]!r} has none; give some texts that it is for")
+        if chat is None:
+            chat = any(not isinstance(request, str) for of_name in requests.values() for request in of_name)
+        path, model = "", base
+        if not isinstance(base, nn.Module):
+            folder = open_folder(base, "base", DenseFolder)
+            path, tokenizer, model = folder.path, tokenizer or folder.tokenizer, first_layers(folder)
+        gate = cls(model, RequestReader(tokenizer, chat, system, max_length), {}, path)
+        texts: dict[str, Sequence[Request]] = {**requests, BASE: neutral_requests() if neutral is None else neutral}
+        for name in (name for name, of_name in texts.items() if of_name):
+            gate = gate.with_adapter(name, texts[name])
+        return gate
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def with_adapter(self, name: str, requests: Sequence[Request]) -> RequestGate:
+        """A gate with one adapter more, or another for the same name. Texts of the others are not needed."""
+        vectors = {**self.vectors, name: self.read(requests)}
+        base = {BASE: vectors.pop(BASE)} if BASE in vectors else {}
+        return self._with_vectors({**vectors, **base})
+
+    def without_adapter(self, name: str) -> RequestGate:
+        """A gate in which nothing is left of an adapter: the one that the others would have had without it."""
+        if name not in self.vectors:
+            raise InputError(choice_error("adapter", name, self.names))
+        return self._with_vectors({other: value for other, value in self.vectors.items() if other != name})
+
+    def _with_vectors(self, vectors: dict[str, torch.Tensor]) -> RequestGate:
+        return RequestGate(self.model, self.reader, vectors, self.base, self.penalty)
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self, requests: Sequence[Request], batch_size: int = 16) -> torch.Tensor:
+        """The vectors of requests, float32 [R, L, d]: the mean over a request's tokens of what each FFN reads."""
+        texts = [request_text(request) for request in requests]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # of one length, there is little padding
+        found: list[list[torch.Tensor]] = [[] for _ in self.modules]
+
+        def add(i: int, batch: Any, mask_RS: torch.Tensor, x_RSD: torch.Tensor, output: Any) -> None:
+            counted_RS = counted_tokens(batch, mask_RS)
+            sum_RD = torch.einsum("rs,rsd->rd", counted_RS.to(x_RSD), x_RSD.view(*mask_RS.shape, -1))
+            found[i].append((sum_RD / counted_RS.sum(1, keepdim=True)).float().cpu())
+
+        starts = range(0, len(order), batch_size)
+        batches = (self.reader.batch([texts[i] for i in order[at : at + batch_size]]) for at in starts)
+        base_passes(self.model, batches, self.modules, add, only=True)
+        vectors_RLD = torch.stack([torch.cat(of_layer) for of_layer in found], 1)
+        return vectors_RLD[torch.tensor(order).argsort()]
+
+    def scores(self, requests: Sequence[Request]) -> torch.Tensor:
+        """How much each request is for each of `vectors`, the adapters and the base, float64 [R, n]; about 0 to 1."""
+        return torch.einsum("rld,lnd->rn", double(self.read(requests)), self.weight) / len(self.modules)
+
+    def pick(self, requests: Sequence[Request]) -> list[str | None]:
+        """The adapter that each request is for; None: the base."""
+        names = [*self.vectors]
+        picked = [names[i] for i in self.scores(requests).argmax(1).tolist()]
+        return [None if name == BASE else name for name in picked]
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Write the texts' vectors, not the texts, to a folder; with a mixture, they say what its adapters are for."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        reader = self.reader
+        about = {
+            "names": [*self.vectors], "base": self.base, "chat": reader.chat, "system": reader.system,
+            "max_length": reader.max_length, "penalty": self.penalty,
+        }  # fmt: skip
+        tensors = {str(i): vectors_RLD.contiguous() for i, vectors_RLD in enumerate(self.vectors.values())}
+        save_file(tensors, Path(folder, FILE), metadata={"request_gate": json.dumps(about)})
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike, base: Any = None, *, tokenizer: Any = None, dtype: str = "auto"
+    ) -> RequestGate:
+        """
+        Args:
+            folder: where `save_pretrained` or `moe-peft mix` wrote it.
+            base: the base, as in `fit`; None: the one that it was made with.
+            dtype: of the base's weights.
+        """
+        path = Path(folder, FILE)
+        if not path.is_file():
+            raise InputError(f"{os.fspath(folder)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
+        with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})["request_gate"])
+            vectors = {name: file.get_tensor(str(i)) for i, name in enumerate(about["names"])}
+            settings = {name: about[name] for name in ("chat", "system", "max_length")}
+        model, named = base, base or about["base"]
+        if not isinstance(base, nn.Module):
+            opened = open_folder(named, "base", DenseFolder)
+            model, tokenizer, named = first_layers(opened, dtype), tokenizer or opened.tokenizer, opened.path
+        gate = cls(model, RequestReader(tokenizer, **settings), {}, named if isinstance(named, str) else about["base"])
+        shape = (len(gate.modules), text_config(model).hidden_size)
+        if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in vectors.values()):
+            raise InputError(
+                f"{path}: is not of this base, which has {shape[1]} features in {shape[0]} layers that decide"
+            )
+        return RequestGate(model, gate.reader, vectors, gate.base, about["penalty"])
+
+
+def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
+    """
+    Ridge regression [L, n, d] from vectors [R, L, d] to their class, by layer, float64. All classes count the same,
+    however many rows they have, and λ as if each had the mean number.
+    """
+    if not classes:
+        return torch.zeros(0)
+    weight_R = torch.cat([double(x_RLD.new_full((len(x_RLD),), 1.0)) / len(x_RLD) ** 0.5 for x_RLD in classes])
+    x_LRD = double(torch.cat([*classes])).transpose(0, 1) * weight_R[:, None]
+    target_RN = torch.block_diag(*[x_RLD.new_ones(len(x_RLD), 1) for x_RLD in classes]).double() * weight_R[:, None]
+    penalty *= len(classes) / len(weight_R)
+    rows, width = x_LRD.shape[1:]
+    # By way of the rows' products or of the features', whichever are fewer.
+    products = x_LRD @ x_LRD.mT if rows < width else x_LRD.mT @ x_LRD
+    products = products + penalty * torch.eye(min(rows, width), dtype=torch.float64)
+    if rows < width:
+        return (x_LRD.mT @ torch.linalg.solve(products, target_RN.expand(len(x_LRD), -1, -1))).mT
+    return torch.linalg.solve(products, x_LRD.mT @ target_RN).mT
+
+
+def deciding_modules(model: Any) -> list[nn.Module]:
+    """The FFNs of a model's first quarter of layers, which tell requests apart as well as all of them."""
+    layers = text_config(model).num_hidden_layers
+    read = getattr(text_config(model), _OF, layers)  # of the whole model, where this is a part of it
+    ffns = [module for module in backbone(model).modules() if find_layout(module) is not None]
+    if len(ffns) < layers:  # what is not known as an FFN: read what its layer reads
+        ffns = next(
+            [*part] for part in backbone(model).modules() if isinstance(part, nn.ModuleList) and len(part) == layers
+        )
+    return ffns[: -(-read // 4)]
+
+
+_OF = "moe_peft_layers"
+
+
+def first_layers(folder: DenseFolder, dtype: str = "auto") -> Any:
+    """A model's first quarter of layers, in evaluation mode; the others are not read."""
+    config = copy.deepcopy(folder.config)
+    text = config.get_text_config()
+    setattr(text, _OF, text.num_hidden_layers)
+    text.num_hidden_layers = -(-text.num_hidden_layers // 4)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that others are left over is meant
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder.path, config=config, dtype=dtype, revision=folder.revision)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    return model.to(torch.accelerator.current_accelerator() or "cpu").eval()

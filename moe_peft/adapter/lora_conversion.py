@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -89,6 +88,7 @@ def lora_to_moe(
     adapter_name: str = "default",
     *,
     attention: Attention = "route",
+    always: Adapter | None = None,
     **settings: Any,
 ) -> PeftModel:
     """
@@ -110,6 +110,7 @@ def lora_to_moe(
             `expert_to_lora` returns.
         adapter_name: the new adapter's name.
         attention: what becomes of the updates of linears outside FFNs: `"route"` or `"mean"`.
+        always: a LoRA adapter that serves every token, under the routed ones: the mixture's shared expert.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
     Returns:
@@ -146,7 +147,8 @@ def lora_to_moe(
         raise InputError(
             "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
         )
-    loras, targets = _read_loras(model, adapters)
+    loras, targets = _read_loras(model, adapters if always is None else [*adapters, always])
+    shared = None if always is None else loras.pop()
     # The model's task: adapters may name another, which nothing of a LoRA depends on.
     is_causal = type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
     settings.setdefault("task_type", "CAUSAL_LM" if is_causal else loras[0].config.task_type)
@@ -160,22 +162,39 @@ def lora_to_moe(
             "lora_to_moe: attention='mean': no adapter updates an FFN, so there is nothing to route; use 'route', or "
             "merge them with PEFT's add_weighted_adapter"
         )
+    if shared is not None:
+        if mixed := sorted(averaged & shared.A.keys()):
+            raise InputError(
+                f"lora_to_moe: always: has a LoRA on {mixed[0]}, where attention='mean' makes one of all; use 'route'"
+            )
+        settings["num_shared_experts"] = -(-max(map(len, shared.A.values())) // determined["r"])
     if averaged:  # alpha / (n r) is the scaling of an expert, divided by n
         names = sorted(short_names(averaged, [name for name, _ in model.named_modules()]))
         determined["num_experts_pattern"] = dict.fromkeys(names, 1)
         determined["rank_pattern"] = dict.fromkeys(names, len(loras) * determined["r"])
     config = MoELoraConfig(num_experts=n, **determined, **settings)
-    matrices = _stacked(loras, targets, config.expert_spec(""), averaged)
+    matrices = _stacked(loras, targets, config.expert_spec(""), averaged, shared)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
-        for parameter in chain.from_iterable(of.values() for of in layer.expert_parameters(adapter_name)):
-            parameter.data.zero_()
+        shared_parameters = () if shared is None else layer.shared_parameters(adapter_name)
+        for of_layer in (*layer.expert_parameters(adapter_name), *shared_parameters):
+            for parameter in of_layer.values():
+                parameter.data.zero_()
     for module, stacked in matrices.items():
         owner, projection = targets[module]
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
-    for module, rows in _token_rows(loras).items():
+    if shared is not None:
+        for module, A in shared.A.items():
+            owner, projection = targets[module]
+            layer = layers[owner]
+            factor = lora_scaling(shared.config, module) / layer.moe_lora_spec[adapter_name].scaling
+            for parameters, matrix in zip(
+                layer.shared_parameters(adapter_name), (A, shared.B[module].T * factor), strict=True
+            ):
+                parameters[projection].data[0, : len(matrix)].copy_(matrix)
+    for module, rows in _token_rows(loras if shared is None else [*loras, shared]).items():
         wrapper: Any = peft_model.get_base_model().get_submodule(module)
         wrapper.token_adapter.trainable_tokens_delta[adapter_name].data.copy_(_shared_rows(module, rows))
     return peft_model
@@ -256,15 +275,16 @@ def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tens
 
 
 def _stacked(
-    loras: Sequence[_Lora], targets: Iterable[str], experts: Experts, averaged: Collection[str]
+    loras: Sequence[_Lora], targets: Iterable[str], experts: Experts, averaged: Collection[str], shared: _Lora | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """
     The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
     and a module that an adapter lacks is zero in its expert. Of `averaged` modules, one LoRA that is the sum of all.
+    `shared` may have modules that no expert has.
     """
     scaling, stacked = _scaling(loras), {}
     for module in targets:
-        first = next(lora for lora in loras if module in lora.A)
+        first = next(lora for lora in (*loras, shared) if lora is not None and module in lora.A)
         A: list[torch.Tensor] = []
         B: list[torch.Tensor] = []
         for lora in loras:

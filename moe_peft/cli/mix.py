@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ..combine.held_out import HeldOut
+from ..combine.held_out import MOST_ALONE, HeldOut
 from ..combine.mix import MixSettings, labels_of, mix
 from ..native.export import adapted_moe
 from ..native.folders import MoELoraFolder, open_folder
@@ -16,10 +16,10 @@ from ..utils.messages import InputError
 from .settings import SettingsParser
 
 _GROUPS = {
-    "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "add_to",
-                "replace"),
+    "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "always",
+                "add_to", "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
-              "keep_sums", "max_length", "batch_size"),
+              "neutral", "system", "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
 EXAMPLE = r"""
 example, of two LoRA adapters and a file with a few texts for each:
@@ -51,23 +51,31 @@ def run(settings: MixSettings) -> None:
 
 
 def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
-    """Where held-out tokens go, the loss of every way to route them, and what follows from it."""
+    """What every way to answer gives, where requests and tokens go, and what follows."""
     console = Console(markup=False, emoji=False)
-    labels, n = list(measured.reached), len(experts)
-    table = Table("tokens of", *experts, title="Where tokens go first")
-    for label, shares in measured.reached.items():
-        table.add_row(label, *(f"{share:.1%}" for share in shares))
+    labels = list(measured.rows)
+    shown = labels if len(labels) <= MOST_ALONE else []  # more do not fit a terminal
+    for title, by_way, form in (
+        ("Right answers", measured.right, "{:.1%}"), ("Loss per token", measured.losses, "{:.4f}"),
+    ):  # fmt: skip
+        if by_way:
+            table = Table("", *[*shown, "mean"], title=title)
+            for way, values in by_way.items():
+                table.add_row(way, *(form.format(values[name]) for name in (*shown, "mean")))
+            console.print(table)
+    table = Table("of", "rows", "requests picked for it", "tokens that go to it first", title="What reaches its own")
+    for label in labels:
+        reached = measured.reached.get(label)
+        table.add_row(
+            label, str(measured.rows[label]), f"{measured.picked[label]:.0%}" if measured.picked else "",
+            f"{reached[experts.index(label)]:.1%}" if reached else "",
+        )  # fmt: skip
     console.print(table)
-    console.print(f"(mean over layers; by chance {1 / n:.0%})", highlight=False)
-    table = Table("", *[*labels, "mean"], title="Loss per token")
-    for way, losses in measured.losses.items():
-        table.add_row(way, *(f"{losses[name]:.4f}" for name in (*labels, "mean")))
-    console.print(table)
-    if len(labels) < n:
+    if len(labels) < len(experts):
         console.print(
             f"measured only on rows of {', '.join(labels)}; --test-data may have rows of all", highlight=False
         )
-    for line in measured.verdict():
+    for line in measured.verdict:
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -34,7 +34,7 @@ def put_expert(
 ) -> PeftModel:
     """
     Add an expert to a mixture, or replace one. The others keep their LoRAs (with shared experts folded in) and gates;
-    the new gate is random, see `moe_peft.init_gates` with `experts`.
+    the new gate is random; `moe_peft.init_gates` sets all anew.
 
     Args:
         base: the base model, without adapters.
@@ -73,8 +73,8 @@ def put_expert(
     config = folder.config
     if not config.router_class.expert_rows:
         raise InputError(f"{folder}: router_type={config.router_type!r} has no parameters of single experts")
-    if expert is not None and not 0 <= expert < config.num_experts:
-        raise InputError(f"replace={expert}: {folder} has experts 0 to {config.num_experts - 1}")
+    if expert is not None and not 0 <= expert < config.num_updates:
+        raise InputError(f"replace={expert}: {folder} has experts 0 to {config.num_updates - 1}")
     if config.modules_to_save:
         raise InputError(
             f"{folder}: modules_to_save={config.modules_to_save}: they belong to its experts, so no other can join"
@@ -84,11 +84,11 @@ def put_expert(
     gates = _routers(model)
     settings = {name: getattr(config, name) for name in _KEPT} | folder.sized_settings(gates.values())
     if config.expert_names is not None:
-        names, position = list(config.expert_names), config.num_experts if expert is None else expert
-        names[position : position + 1] = [Path(adapter).name if name is None else name]
+        names, position = list(config.expert_names), config.num_updates if expert is None else expert
+        names[position : position + (expert is not None)] = [Path(adapter).name if name is None else name]
         settings["expert_names"] = names
     averaged = _averaged(model, folder)
-    loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_experts)]
+    loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_updates)]
     loras += [adapter] if expert is None else []
     result = lora_to_moe(model.unload(), loras, attention="mean" if averaged else "route", **settings)
     new = _routers(result)
@@ -99,10 +99,11 @@ def put_expert(
             "all adapters anew"
         )
     kept = [i for i in range(config.num_experts) if i != expert]
+    rows_of = [i + (expert is None and i == config.num_updates) for i in kept]  # the base comes last
     for path, router in new.items():
         for (name, value), old in zip(router.state_dict().items(), gates[path].state_dict().values(), strict=True):
-            rows = kept if name in (*config.router_class.expert_rows, "bias_steps") else slice(None)
-            value[rows] = old[rows].to(value)
+            of_experts = name in (*config.router_class.expert_rows, "bias_steps")
+            value[rows_of if of_experts else slice(None)] = old[kept if of_experts else slice(None)].to(value)
     return result
 
 

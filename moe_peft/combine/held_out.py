@@ -1,4 +1,7 @@
-"""What a mixture gives on held-out rows, beside its base, each expert alone, the experts' mean, and one by prompt."""
+"""
+What a mixture gives on held-out rows, beside its base, each expert alone, each row's own, the experts' mean, and one
+picked for each request.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,30 @@ from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import averaged_linears
 from ..analysis.recorder import RoutingStatistics
-from ..models.gates import pick_experts, uniform_gates
+from ..models.gates import uniform_gates
 from ..models.introspection import observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts
-from ..training.scoring import Collator, example_losses, mean_loss
+from ..training.scoring import Answers, Collator, example_answers, mean_loss
+from .request_gate import BASE, RequestGate
 
-Losses = dict[str, float]
-PICKED = "picked by its prompt"
-_AS_GOOD = 1.01  # a loss that is no more than this times another is as good
+Measure = dict[str, float]  # by label, and "mean" over labels
+OWN, PICKED = "each its own", "picked by its request"
+MOST_ALONE = 8  # experts that are measured alone, each on all rows
 
 
 @dataclass(frozen=True)
 class Parts:
     """Tokenized held-out rows by the label of the expert that they are for, in the experts' order."""
 
-    rows: Mapping[str, Dataset]
+    rows: Mapping[str, Dataset]  # with a column `request`, where a gate for requests reads them
     collator: Collator
     batch_size: int
+
+    @property
+    def have_answers(self) -> bool:
+        """Whether rows are questions with answers, and not texts alone, which no model gives word for word."""
+        return all(any(label == -100 for label in row) for rows in self.rows.values() for row in rows["labels"])
 
 
 @dataclass(frozen=True)
@@ -39,77 +48,160 @@ class HeldOut:
     What a mixture gives.
 
     Args:
-        losses: way to route → label → mean loss per scored token, and `"mean"` over labels.
+        rows: label → how many held-out rows it has.
+        losses: way to answer → mean loss per scored token.
+        right: way → share of rows whose answer greedy decoding gives exactly; empty where rows have no answers.
+        picked: label → the share of its requests for which its expert is picked; empty without a gate for requests.
+        lost: the share of all these requests that would go to the base.
+        general: the share of general requests that would go to the base; None without any held out.
         reached: label → the share of its tokens whose first choice is each expert [n], mean over layers.
+        verdict: sentences on what follows.
     """
 
-    losses: dict[str, Losses]
+    rows: dict[str, int]
+    losses: dict[str, Measure]
+    right: dict[str, Measure]
+    picked: dict[str, float]
+    lost: float
+    general: float | None
     reached: dict[str, list[float]]
-
-    def verdict(self) -> list[str]:
-        """Whether the mixture, the last way, is worth its routers: a sentence on each simpler way."""
-        domains, gates = list(self.reached), list(self.losses)[-1]
-        routed, lines = self.losses[gates], []
-        merged = next((self.losses[way] for way in self.losses if way.startswith("mean of the ")), None)
-        if merged is not None:
-            better = [domain for domain in domains if routed[domain] < merged[domain]]
-            worse = [domain for domain in domains if routed[domain] > merged[domain]]
-            lines.append(
-                f"{gates} beat merging (the mean) in {len(better)} of {len(domains)} domains"
-                + (f"; they lose to it in {', '.join(worse)}." if worse else ".")
-            )
-        if picked := self.losses.get(PICKED):
-            if picked["mean"] <= _AS_GOOD * routed["mean"]:
-                lines.append(
-                    "One adapter picked by the prompt is as good: your requests are easily told apart, so you may as "
-                    "well serve the adapters one per request (vLLM: --enable-lora) behind a classifier."
-                )
-            else:
-                worse = [domain for domain in domains if picked[domain] > routed[domain]]
-                lines.append(f"One adapter picked by the prompt is worse in {', '.join(worse)}.")
-        alone = [way for way in self.losses if way in domains and self.losses[way]["mean"] <= routed["mean"]]
-        if alone:
-            best = min(alone, key=lambda way: self.losses[way]["mean"])
-            lines.append(f"{best} alone is at least as good as the mixture: use that.")
-        return lines
+    verdict: list[str]
 
 
-def score(model: Any, parts: Parts, statistics: RoutingStatistics | None = None) -> Losses:
-    """The loss on the rows of each label, which is the domain of `statistics` meanwhile."""
-    losses = {}
+Scored = dict[str, Answers]  # by label
+
+
+def score(model: Any, parts: Parts, statistics: RoutingStatistics | None = None) -> Scored:
+    """The answers to the rows of each label, which is the domain of `statistics` meanwhile."""
+    scored = {}
     for label, rows in parts.rows.items():
         if statistics is not None:
             statistics.current = label
-        scored = example_losses(model, rows, parts.collator, rows=parts.batch_size)
-        losses[label] = mean_loss(*scored, f"held-out rows of {label!r}")
-    return _with_mean(losses)
+        scored[label] = example_answers(model, rows, parts.collator, rows=parts.batch_size)
+    return scored
 
 
-def score_mixture(model: Any, parts: Parts, gates: str, labels: Sequence[str]) -> HeldOut:
+def score_mixture(
+    model: Any,
+    parts: Parts,
+    gates: str,
+    labels: Sequence[str],
+    request_gate: RequestGate | None = None,
+    general: Sequence[str] = (),
+    others: Mapping[str, Scored] | None = None,
+) -> HeldOut:
     """
     Args:
         model: with a MoE-LoRA adapter, or a native MoE.
         gates: what its gates are called.
         labels: the experts' names, of which `parts` may have some.
+        request_gate: picks an expert for each request.
+        general: general requests, which should go to the base.
+        others: ways that were measured before, of models that the mixture was made of.
     """
-    n, layers = common_size(model, "mix"), routed_layers(model)
+    layers = routed_layers(model)
     adapters = [layer for layer in layers if isinstance(layer, AdapterLayer)]
+    scored: dict[str, Scored] = {**(others or {})}
     ways: dict[str, AbstractContextManager] = {}
     if adapters:
-        ways["base"] = model.disable_adapter()
-        ways |= {label: alone(model, i) for i, label in enumerate(labels)}
+        ways[BASE] = model.disable_adapter()
+        if len(labels) <= MOST_ALONE:
+            ways |= {label: alone(model, i) for i, label in enumerate(labels)}
         ways["mean of the adapters"] = uniform_gates(model, "projection")
-    if not adapters or any(layer.experts.mixing == "output" for layer in adapters):
-        ways["uniform gates"] = uniform_gates(model)  # which with mixing "projection" are the mean
-    losses = {}
-    for way, context in tqdm(ways.items(), desc="ways to route"):
+    for way, context in tqdm(ways.items(), desc="ways to answer"):
         with context:
-            losses[way] = score(model, parts)
-    if adapters:
-        losses[PICKED] = _score_picked(model, parts)
-    with first_choices(model, list(parts.rows), n) as statistics:
-        losses[f"{gates} gates"] = score(model, parts, statistics)
-    return HeldOut(losses, {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()})
+            scored[way] = score(model, parts)
+    of_experts = {label: scored[label] for label in labels if label in scored}
+    chosen = {label: [labels.index(label)] * len(rows) for label, rows in parts.rows.items()}
+    if adapters or of_experts:
+        scored[OWN] = _by_row(model, parts, chosen, labels, scored)
+    shares: dict[str, float] = {}
+    lost, to_base = 0.0, None
+    if request_gate is not None:
+        picked = {label: request_gate.pick(rows["request"]) for label, rows in parts.rows.items()}
+        shares = {label: names.count(label) / len(names) for label, names in picked.items()}
+        lost = sum(names.count(None) for names in picked.values()) / sum(map(len, picked.values()))
+        if general:
+            to_base = request_gate.pick(general).count(None) / len(general)
+        numbers = {
+            label: [len(labels) if name is None else labels.index(name) for name in names]
+            for label, names in picked.items()
+        }
+        scored[PICKED] = _by_row(model, parts, numbers, labels, scored)
+    with first_choices(model, list(parts.rows), common_size(model, "mix")) as statistics:
+        scored[f"{gates} gates"] = score(model, parts, statistics)
+    reached = {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()}
+    return _held_out(scored, parts.have_answers, labels, shares, lost, to_base, reached)
+
+
+def _held_out(
+    scored: Mapping[str, Scored], have_answers: bool, labels: Sequence[str], shares: dict[str, float], lost: float,
+    general: float | None, reached: dict[str, list[float]],
+) -> HeldOut:  # fmt: skip
+    losses, right = {}, {}
+    for way, by_label in scored.items():
+        each = {label: mean_loss(a.losses, a.counts, f"held-out rows of {label!r}") for label, a in by_label.items()}
+        losses[way] = {**each, "mean": sum(each.values()) / len(each)}
+        if have_answers:
+            each = {label: float(a.right.double().mean()) for label, a in by_label.items()}
+            right[way] = {**each, "mean": sum(each.values()) / len(each)}
+    rows = {label: len(a.right) for label, a in next(iter(scored.values())).items()}
+    sentences = verdict(scored, losses, right, labels)
+    if shares:
+        sentences.append(
+            f"{sum(shares.values()) / len(shares):.0%} of the requests are picked for their own adapter"
+            + (f", {lost:.1%} go to the base" if lost else "")
+            + ("." if general is None else f"; of general requests, {general:.0%} go to the base.")
+        )
+    return HeldOut(rows, losses, right, shares, lost, general, reached, sentences)
+
+
+def verdict(
+    scored: Mapping[str, Scored], losses: Mapping[str, Measure], right: Mapping[str, Measure], labels: Sequence[str]
+) -> list[str]:
+    """
+    Whether the mixture, the last way, is worth its routers: a sentence on each simpler way. Right answers decide, where
+    there are any: a wrong choice costs one answer, however large its loss.
+    """
+    mixture, lines = [*scored][-1], []
+    measure = right or losses
+    simpler = [way for way in scored if way.startswith("mean of the ") or way == PICKED]
+    if alone_ways := [way for way in scored if way in labels]:
+        best = (max if right else min)(alone_ways, key=lambda way: measure[way]["mean"])
+        simpler.append(best)
+    for way in simpler:
+        name = f"{way} alone" if way in labels else way
+        values = [measure[each]["mean"] for each in (mixture, way)]
+        shown = " and ".join(f"{value:.0%}" if right else f"{value:.3f}" for value in values)
+        what = "right answers" if right else "loss"
+        difference, bar = _difference(scored[mixture], scored[way], bool(right))
+        if abs(difference) <= bar:
+            size = f"{bar * 100:.1f} points" if right else f"{bar:.3f}"
+            text = f"no difference between the mixture and {name} ({what} {shown}; below {size} it may be chance)"
+            if way == PICKED:
+                text += "; picking needs the adapters alone: moe-peft pick"
+        elif difference > 0:
+            text = f"the mixture is better than {name} ({what} {shown})"
+        else:
+            text = f"{name} is better than the mixture ({what} {shown[::1]})"
+            text += "; use it: moe-peft pick" if way == PICKED else "; use that"
+        lines.append(f"{text[0].upper()}{text[1:]}.")
+    return lines
+
+
+def _difference(first: Scored, second: Scored, by_answers: bool) -> tuple[float, float]:
+    """
+    By how much the first way is better, as a mean over labels, and what may be chance: 1.96 standard errors of the
+    differences by row.
+    """
+    differences, variances = [], []
+    for label in first:
+        a, b = first[label], second[label]
+        by_row = a.right.double() - b.right.double() if by_answers else (b.losses - a.losses) / a.counts.double().mean()
+        differences.append(float(by_row.mean()))
+        variances.append(float(by_row.var(correction=0)) / len(by_row))
+    count = len(differences)
+    return sum(differences) / count, 1.96 * sum(variances) ** 0.5 / count
 
 
 @contextmanager
@@ -134,30 +226,27 @@ def alone(model: Any, expert: int) -> Iterator[None]:
             B_1RO.data = data
 
 
-def _score_picked(model: Any, parts: Parts) -> Losses:
-    """The loss where each row is served by the one adapter that its prompt picks."""
-    losses = {}
-    for label, rows in parts.rows.items():
-        picked = picked_experts(model, rows, parts.collator, parts.batch_size)
-        scored = []
-        for expert in sorted(set(picked)):
-            with alone(model, expert):
-                own = rows.select([i for i, other in enumerate(picked) if other == expert])
-                scored.append(example_losses(model, own, parts.collator, rows=parts.batch_size))
-        losses_S, counts_S = (torch.cat(values) for values in zip(*scored, strict=True))
-        losses[label] = mean_loss(losses_S, counts_S, f"held-out rows of {label!r}")
-    return _with_mean(losses)
-
-
-def _with_mean(losses: Losses) -> Losses:
-    return {**losses, "mean": sum(losses.values()) / len(losses)}
-
-
-def picked_experts(model: Any, rows: Dataset, collator: Collator, batch_size: int) -> list[int]:
-    """The expert that each row's prompt picks, see `pick_experts`."""
-    starts = range(0, len(rows), batch_size)
-    batches = (collator([*rows.select(range(i, min(i + batch_size, len(rows))))]) for i in starts)
-    return [expert for batch in batches for expert in pick_experts(model, batch).tolist()]
+def _by_row(
+    model: Any, parts: Parts, chosen: Mapping[str, Sequence[int]], labels: Sequence[str], known: Mapping[str, Scored]
+) -> Scored:
+    """Answers where each row has one expert, or (n) the base; those that are known are not computed again."""
+    found: Scored = {}
+    for label, experts in chosen.items():
+        rows = parts.rows[label]
+        answers: list[Answers | None] = [None] * len(rows)
+        for expert in sorted(set(experts)):
+            own = [i for i, other in enumerate(experts) if other == expert]
+            way = labels[expert] if expert < len(labels) else BASE
+            if way in known:
+                of_expert = known[way][label].of(own)
+            else:
+                steered = alone(model, expert) if expert < len(labels) else model.disable_adapter()
+                with steered:
+                    of_expert = example_answers(model, rows.select(own), parts.collator, rows=parts.batch_size)
+            for j, i in enumerate(own):
+                answers[i] = of_expert.of([j])
+        found[label] = Answers(*(torch.cat(values) for values in zip(*answers, strict=True)))  # type: ignore[arg-type]
+    return found
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from pydantic import Field, model_validator
 from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
-from ..models.gate_init import Sums, find_gate_init, init_gates
+from ..models.gate_init import find_gate_init, init_gates
 from ..models.introspection import NAMES_FIELD
+from ..models.layer import routed_layers
 from ..native import UpcycleConfig, upcycle
 from ..native.folders import (
     AdapterFolder,
@@ -30,22 +31,26 @@ from ..native.folders import (
     base_named,
     open_folder,
 )
+from ..native.gate_sums import FILE as SUMS
+from ..native.gate_sums import KEPT, WAY, read_sums, renumbered, size_of_sums, write_sums
 from ..native.safetensors_io import new_folder
 from ..native.upcycle import mean_model
 from ..routing.expert_map import label_text
 from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
 from ..training.preparation import calibration_batches, preparation, tokenized
-from ..utils.io import read_json, reading, write_json
+from ..utils.io import read_json, read_text, reading, write_json
 from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
 from .experts import put_expert
-from .held_out import HeldOut, Parts, score, score_mixture
-from .sums import KEPT, SUMS, read_sums, size_of_sums, write_sums
+from .held_out import MOST_ALONE, HeldOut, Parts, score, score_mixture
+from .request_gate import BASE, Request, RequestGate, lines_of, neutral_requests, request_of, request_text
+from .request_gate import FILE as REQUEST_GATE
 
 REPORT = "mix.json"
+OURS = "ours"
 logger = logging.getLogger("moe_peft")
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -81,8 +86,20 @@ class MixSettings(Settings):
     prompts: dict[Text, Prompts] | None = Field(
         None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
     )
-    calibration_examples: Count = Field(256, description="calibration rows of each expert")
-    test_examples: Count = Field(64, description="held-out rows of each expert")
+    neutral: Text | None = Field(
+        None, title="FILE", description="general requests, one a line, which no expert is meant for: the base becomes "
+        f"one of the experts, and answers them; {OURS!r}: ours"
+    )  # fmt: skip
+    system: Text | None = Field(
+        None, title="TEXT", description="system prompt of the service, with which chats are read"
+    )
+    always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
+    calibration_examples: Count | None = Field(
+        None, description="calibration rows of each expert; default: 256, and at most 8192 in all"
+    )
+    test_examples: Count | None = Field(
+        None, description="held-out rows of each expert; default: 64, and at most 1024 in all"
+    )
     top_k: Count | None = Field(
         None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
     )
@@ -98,8 +115,8 @@ class MixSettings(Settings):
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
     keep_sums: Flag | None = Field(
         None,
-        description="keep the sums of gates=ridge beside the mixture, so that --add-to needs only texts of the new "
-        "expert; default: up to 256 MB",
+        description="keep the sums of gates=ridge by expert beside the mixture, so that one can join, be replaced or "
+        "leave with only its own texts; default: up to 256 MB",
     )
     max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
     batch_size: Count = Field(8, description="examples per forward pass")
@@ -135,11 +152,21 @@ class MixSettings(Settings):
             ),
             (self.prompts and not way.needs_texts, f"prompts: gates={self.gates!r} read no texts; leave them out"),
             (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
+            (self.keep_sums and self.gates != "ridge", f"keep_sums: gates={self.gates!r} have none; leave it out"),
+            (
+                self.neutral and (self.models or self.add_to or not way.needs_texts),
+                "neutral: is for new mixtures of adapters whose gates read texts; leave it out",
+            ),
+            (self.always and (self.models or self.add_to), "always: is for new mixtures of adapters; leave it out"),
+            (
+                self.neutral and self.attention == "mean",
+                "neutral: with attention=mean, the mean of LoRAs on attention serves every token; use attention=route",
+            ),
         ]
         for name in ("data", "test_data"):
             files = getattr(self, name) or []
             wrong = bool(files) and (len(files) == 1) == (self.label_column is None)
-            wrong = wrong and not (self.add_to and self.replace is None and len(files) == 1)  # it is the new expert's
+            wrong = wrong and not (self.add_to and len(files) == 1)  # it is the new expert's
             rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
         for wrong, message in rules:
             if wrong:
@@ -156,7 +183,7 @@ class Source:
     Rows by expert, of `--data` or `--test-data`.
 
     Args:
-        joins: whether they may be of the last expert alone, as there are sums of the others' texts.
+        joins: whether they may be of the new expert alone, as there are sums of the others' texts.
     """
 
     settings: MixSettings
@@ -171,16 +198,15 @@ class Source:
             return None
         named, labels = f"--{field.replace('_', '-')}", self.labels
         if column is None:
-            labels = labels[-1:] if self.joins and len(files) == 1 else labels
+            labels = [self.new] if self.joins and len(files) == 1 else labels
             if len(files) != len(labels):
                 raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
             parts = [load_data(file, named, None) for file in files]
         else:
             data = load_data(files[0], named, column)
             rows = rows_of_labels(map(label_text, data[column]))
-            new = labels[-1 if self.settings.replace is None else self.settings.replace]
-            if self.settings.add_to is not None and rows.keys() & set(labels) == {new}:
-                labels = self._alone(named, new)
+            if self.settings.add_to is not None and rows.keys() & set(labels) == {self.new}:
+                labels = self._alone(named)
             for label in labels:
                 if label not in rows:
                     raise InputError(
@@ -199,16 +225,19 @@ class Source:
             for label, part in zip(labels, parts, strict=True)
         ]
 
-    def _alone(self, named: str, new: str) -> list[str]:
+    @property
+    def new(self) -> str:
+        """The expert that joins a mixture."""
+        return self.labels[-1 if self.settings.replace is None else self.settings.replace]
+
+    def _alone(self, named: str) -> list[str]:
         """The labels, where there are only rows of the new expert."""
         if self.joins:
-            return [new]
-        why = (
-            f"{self.settings.add_to!r} has no {SUMS} of the others' texts (--keep-sums)"
-            if self.settings.replace is None
-            else "the replaced expert's texts cannot be taken out of any sums"
+            return [self.new]
+        raise InputError(
+            f"{named}: has only rows of {self.new!r}, and {self.settings.add_to!r} has no {SUMS} of the others' texts "
+            "(--keep-sums); give rows of all experts"
         )
-        raise InputError(f"{named}: has only rows of {new!r}, and {why}; give rows of all experts")
 
     def split(self) -> tuple[Dataset | None, Dataset | None]:
         """Calibration and held-out rows, which do not overlap."""
@@ -217,7 +246,9 @@ class Source:
         if parts is None:
             return None, None
         parts = [drawn(part, len(part), s.seed) for part in parts]
-        counts = [min(s.calibration_examples, len(part) // (2 if tests is None else 1)) for part in parts]
+        n = len(self.labels)
+        most = s.calibration_examples or max(1, min(256, 8192 // n))
+        counts = [min(most, len(part) // (2 if tests is None else 1)) for part in parts]
         if not all(counts):
             label = self.labels[parts[counts.index(0)]["expert"][0]]
             raise InputError(f"--data: one row of {label!r}; give two or more, or --test-data")
@@ -225,13 +256,14 @@ class Source:
             tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
         else:
             tests = [drawn(part, len(part), s.seed) for part in tests]
-        tests = [part.select(range(min(s.test_examples, len(part)))) for part in tests]
+        measured = s.test_examples or max(1, min(64, 1024 // n))
+        tests = [part.select(range(min(measured, len(part)))) for part in tests]
         used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
         return _joined(used, "--data"), _joined(tests, "--data" if s.test_data is None else "--test-data")
 
     def of_prompts(self) -> Dataset:
         prompts, labels = self.settings.prompts or {}, self.labels
-        labels = labels[-1:] if self.joins and prompts.keys() == {labels[-1]} else labels
+        labels = [self.new] if self.joins and prompts.keys() == {self.new} else labels
         for label in [*(prompts.keys() - set(labels)), *(set(labels) - prompts.keys())]:
             raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(labels)}")
         return Dataset.from_list([
@@ -242,16 +274,40 @@ class Source:
         ])  # fmt: skip
 
     def batches(self, rows: Dataset | None) -> list[dict[str, torch.Tensor]] | None:
-        """Calibration batches of the prompts, or else of the rows."""
+        """
+        Calibration batches of the prompts, or else of the rows, and of general requests. Each is of one expert, so that
+        what is kept of one does not depend on the others.
+        """
         s, columns = self.settings, ["expert"]
         if s.prompts is not None:
             rows, columns = self.of_prompts(), ["expert", "negative"]
         if rows is None or not find_gate_init(s.gates).needs_texts:
             return None
-        return calibration_batches(rows, self.tokenizer, len(rows), s.batch_size, s.max_length, s.seed, columns=columns)
+        parts = [rows.select(of_expert) for of_expert in rows_of_labels(rows["expert"]).values()]
+        if s.neutral is not None:
+            texts = neutral_texts(s.neutral)[0]
+            rest = {"expert": len(self.labels), **({"negative": False} if s.prompts else {})}
+            parts.append(Dataset.from_list([{"text": text, **rest} for text in texts]))
+        return [
+            batch
+            for part in parts
+            for batch in calibration_batches(
+                part, self.tokenizer, len(part), s.batch_size, s.max_length, s.seed, columns=columns
+            )
+        ]
+
+    def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
+        """What each expert is for, as requests."""
+        if self.settings.prompts is not None:
+            return {label: [*prompts.positive] for label, prompts in self.settings.prompts.items()}
+        found: dict[str, list[Request]] = {}
+        for row in rows or ():
+            found.setdefault(self.labels[row["expert"]], []).append(request_of(row))
+        return found
 
     def parts(self, held_out: Dataset) -> Parts:
         args = preparation(self.settings.max_length)
+        held_out = held_out.add_column("request", [request_text(request_of(row)) for row in held_out])
         rows, collator = tokenized(held_out, self.tokenizer, args)
         check_learnable("held-out rows", rows, args)
         of_label = rows_of_labels(rows["expert"])
@@ -277,17 +333,17 @@ def labels_of(settings: MixSettings) -> list[str]:
                 f"gates={settings.gates!r}: those of {settings.add_to!r} are {gates!r}, whose logits have another "
                 "scale; use these"
             )
-        former = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base).config.expert_names
-        if former is None and settings.labels is None:
+        config = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base).config
+        if config.expert_names is None and settings.labels is None:
             raise InputError(f"labels=None: the experts of {settings.add_to!r} have no names (expert_names); give them")
-        former = former or []
+        former = (config.expert_names or [])[: config.num_updates]
         position = len(former) if settings.replace is None else settings.replace
         labels = [*former[:position], *labels, *former[position + 1 :]]
     labels = labels if settings.labels is None else settings.labels
     if len(set(labels)) < len(labels):
         raise InputError(f"labels={labels}: two experts have the same name; give others (--labels)")
     if "base" in labels or "mean" in labels:
-        raise InputError(f"labels={labels}: 'base' and 'mean' are lines of the table of losses; give others (--labels)")
+        raise InputError(f"labels={labels}: 'base' and 'mean' are ways of their own; give others (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
         raise InputError(f"labels={labels}: {len(sources)} experts; give a name for each")
     return labels
@@ -313,7 +369,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         mixture = None
         if settings.add_to is not None:
             mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
-            n = mixture.config.num_experts
+            n = mixture.config.num_updates
             if (settings.replace or 0) >= n:
                 raise InputError(f"replace={settings.replace}: {mixture} has experts 0 to {n - 1}")
             n += settings.replace is None
@@ -324,45 +380,109 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         check_tokenizer(tokenizer, base.config, parts[0])
         warn_of_templates(parts)
         former = None
-        if mixture is not None and settings.gates == "ridge" and settings.replace is None:
-            former = read_sums(mixture.folder, mixture.config.num_experts)
+        if mixture is not None and settings.gates == "ridge":
+            former = read_sums(mixture.folder, mixture.gates)
         source = Source(settings, labels, tokenizer, joins=former is not None)
         calibration, held_out = source.split()
+        _say_cost(calibration, held_out, labels)
         batches = source.batches(calibration)
         paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
         if mixture is None:
             top_k = settings.top_k or min(find_gate_init(settings.gates).top_k, len(paths))
-            mixing, attention = settings.mixing or "output", settings.attention or "route"
-            model, changed = lora_to_moe(loaded, paths, attention=attention, top_k=top_k, mixing=mixing), None
+            model = lora_to_moe(
+                loaded, paths, attention=settings.attention or "route", top_k=top_k, always=settings.always,
+                mixing=settings.mixing or "output", base_expert=settings.neutral is not None,
+            )  # fmt: skip
         else:
-            expert = settings.replace if settings.replace is not None else len(labels) - 1
-            model = put_expert(loaded, mixture.path, paths[0], settings.replace, labels[expert])
-            changed = [expert]
+            model = put_expert(loaded, mixture.path, paths[0], settings.replace, source.new)
         config = model.peft_config["default"]
-        config.revision, config.expert_names = base.revision, labels
-        if batches is not None and any((batch["expert"] != len(labels) - 1).any() for batch in batches):
-            former = None  # there are texts of all
-        sums = init_gates(model, settings.gates, batches, experts=changed, former=former)
+        config.revision, config.expert_names = base.revision, [*labels, *([BASE] if config.base_expert else [])]
+
+        # The gates: of all texts, or of the new expert's beside the sums of the others.
+        if former is not None:
+            new = labels.index(source.new)
+            if batches is None or all((batch["expert"] == new).all() for batch in batches):
+                numbers = [*range(new), None, *range(new + (settings.replace is not None), len(former[0]))]
+                former = renumbered(former, numbers[: config.num_experts])
+            else:
+                former = None
+        keeps = _keeps_sums(settings, model)
+        sums = init_gates(model, WAY if keeps else settings.gates, batches, former=former if keeps else None)
+
+        # Beside them, a gate that picks one adapter for a request.
+        gate = _request_gate(source, model, calibration, mixture)
         measured = None
         if held_out is not None:
-            measured = score_mixture(model.eval(), source.parts(held_out), settings.gates, labels)
+            general = [] if gate is None or BASE not in gate.vectors else neutral_texts(settings.neutral)[1]
+            measured = score_mixture(model.eval(), source.parts(held_out), settings.gates, labels, gate, general)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
-        if settings.gates == "ridge":
-            _keep_sums(settings, sums, folder)
+        if keeps:
+            write_sums(folder, sums)
+        if gate is not None:
+            gate.base = base.path
+            gate.save_pretrained(folder)
         _report(settings, labels, measured, folder, base.path)
     return measured
 
 
-def _keep_sums(settings: MixSettings, sums: Sequence[Sums], folder: Path) -> None:
-    size = size_of_sums(sums)
-    if settings.keep_sums or (settings.keep_sums is None and size <= KEPT):
-        write_sums(folder, sums)
-    elif settings.keep_sums is None:
+def _say_cost(calibration: Dataset | None, held_out: Dataset | None, labels: Sequence[str]) -> None:
+    """Say what is to be read, before it begins."""
+    if held_out is not None:
+        ways = len(labels) + 4 if len(labels) <= MOST_ALONE else 5
+        logger.info(
+            "%d texts are read once for the gates; %d held-out rows are answered in %d ways (fewer: --test-examples)",
+            len(calibration or ()), len(held_out), ways,
+        )  # fmt: skip
+
+
+def _keeps_sums(settings: MixSettings, model: Any) -> bool:
+    """Whether the sums of gates are computed, and kept, by expert."""
+    if settings.gates != "ridge":
+        return False
+    layers = routed_layers(model)
+    size = size_of_sums(layers[0].num_experts, [layer.module.in_features for layer in layers])
+    if settings.keep_sums is None and size > KEPT:
         logger.warning(
-            "%s is not written, as it would take %d MB; with --keep-sums, an expert can join with only its own texts",
+            "%s is not written, as it would take %d MB; with --keep-sums, an expert can join or leave with only its "
+            "own texts",
             SUMS, size // 10**6,
         )  # fmt: skip
+        return False
+    return settings.keep_sums is not False
+
+
+def _request_gate(
+    source: Source, model: Any, calibration: Dataset | None, mixture: MoELoraFolder | None
+) -> RequestGate | None:
+    """The gate for requests; None without texts, or where the mixture that an expert joins had none."""
+    requests, settings = source.requests(calibration), source.settings
+    if requests.keys() >= {*source.labels}:
+        chat = any(not isinstance(request, str) for of_label in requests.values() for request in of_label)
+        if not chat and getattr(source.tokenizer, "chat_template", None):
+            logger.warning(
+                "the texts are no chats, but the base has a chat template: tokens of the template and of system "
+                "prompts are new to the mixture's gates; give rows with messages if that is how it will be asked"
+            )
+        return RequestGate.fit(
+            model, requests, neutral_texts(settings.neutral)[0], tokenizer=source.tokenizer, chat=chat,
+            system=settings.system, max_length=settings.max_length,
+        )  # fmt: skip
+    if mixture is None or source.new not in requests or not (mixture.folder / REQUEST_GATE).is_file():
+        return None
+    gate = RequestGate.from_pretrained(mixture.folder, model, tokenizer=source.tokenizer)
+    names = mixture.config.expert_names or []
+    if settings.replace is not None and names[settings.replace] in gate.vectors:
+        gate = gate.without_adapter(names[settings.replace])
+    return gate.with_adapter(source.new, requests[source.new])
+
+
+def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:
+    """General requests, ours or those of a file, for gates and held out: every eighth."""
+    texts = neutral_requests() if file in (None, OURS) else lines_of(read_text(file, f"neutral={file!r}"))
+    if len(texts) < 8:
+        raise InputError(f"neutral={file!r}: has {len(texts)} lines; give eight or more, dozens are better")
+    return [text for i, text in enumerate(texts) if i % 8], texts[::8]
 
 
 def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
@@ -406,15 +526,14 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         upcycle(paths, folder, config, calibration=source.batches(calibration))
         write_json(folder / CONFIG, {**read_json(folder / CONFIG), NAMES_FIELD: labels})
         if parts is not None:
-            losses = {}
+            scored = {}
             for label, model in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
                 loaded = mean_model(models, settings.dtype) if model is None else model.load(settings.dtype)
-                losses[label] = score(loaded, parts)
+                scored[label] = score(loaded, parts)
                 del loaded
                 free_memory()
             mixture = open_folder(folder, "output", NativeFolder).load()
-            measured = score_mixture(mixture, parts, settings.gates, labels)
-            measured = HeldOut({**losses, **measured.losses}, measured.reached)
+            measured = score_mixture(mixture, parts, settings.gates, labels, others=scored)
         _report(settings, labels, measured, folder, paths[0])
     return measured
 

@@ -48,6 +48,11 @@ def lines_of(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
+def request_of(row: Mapping[str, Any]) -> Request:
+    """What a row of training data asks: its prompt, its messages, or its text."""
+    return next((row[name] for name in ("prompt", "messages", "text") if row.get(name)), "")
+
+
 def request_text(request: Request) -> str:
     """What is asked: a text, or the last user message of a chat."""
     if isinstance(request, str):
@@ -242,11 +247,10 @@ class RequestGate:
         Path(folder).mkdir(parents=True, exist_ok=True)
         reader = self.reader
         about = {
-            "names": [*self.vectors], "base": self.base, "chat": reader.chat, "system": reader.system,
-            "max_length": reader.max_length, "penalty": self.penalty,
+            "base": self.base, "chat": reader.chat, "system": reader.system, "max_length": reader.max_length,
+            "penalty": self.penalty,
         }  # fmt: skip
-        tensors = {str(i): vectors_RLD.contiguous() for i, vectors_RLD in enumerate(self.vectors.values())}
-        save_file(tensors, Path(folder, FILE), metadata={"request_gate": json.dumps(about)})
+        _write(Path(folder, FILE), about, self.vectors)
 
     @classmethod
     def from_pretrained(
@@ -259,12 +263,8 @@ class RequestGate:
             dtype: of the base's weights.
         """
         path = Path(folder, FILE)
-        if not path.is_file():
-            raise InputError(f"{os.fspath(folder)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
-        with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})["request_gate"])
-            vectors = {name: file.get_tensor(str(i)) for i, name in enumerate(about["names"])}
-            settings = {name: about[name] for name in ("chat", "system", "max_length")}
+        about, vectors = _read(path)
+        settings = {name: about[name] for name in ("chat", "system", "max_length")}
         model, named = base, base or about["base"]
         if not isinstance(base, nn.Module):
             opened = open_folder(named, "base", DenseFolder)
@@ -276,6 +276,31 @@ class RequestGate:
                 f"{path}: is not of this base, which has {shape[1]} features in {shape[0]} layers that decide"
             )
         return RequestGate(model, gate.reader, vectors, gate.base, about["penalty"])
+
+
+def _write(path: Path, about: Mapping[str, Any], vectors: Mapping[str, torch.Tensor]) -> None:
+    tensors = {str(i): vectors_RLD.contiguous() for i, vectors_RLD in enumerate(vectors.values())}
+    save_file(tensors, path, metadata={"request_gate": json.dumps({**about, "names": [*vectors]})})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What `_write` wrote: the settings, and the vectors by name."""
+    if not path.is_file():
+        raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
+    with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {})["request_gate"])
+        vectors = {name: file.get_tensor(str(i)) for i, name in enumerate(about["names"])}
+        missing = {"base", "chat", "system", "max_length", "penalty"} - about.keys()
+        if missing or any(value.dim() != 3 for value in vectors.values()):
+            raise ValueError("is not a gate for requests")
+    return about, vectors
+
+
+def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy the gate for requests beside a mixture, if there is one, without these adapters."""
+    if (source / FILE).is_file():
+        about, vectors = _read(source / FILE)
+        _write(folder / FILE, about, {name: value for name, value in vectors.items() if name not in names})
 
 
 def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ Legend: B texts of a batch, S positions, T real tokens, n experts, d hidden size
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -79,10 +80,6 @@ class GateInit:
         """What to add up over batches, of the inputs of a layer at real tokens, float64 [T, d]."""
         raise NotImplementedError
 
-    def grown(self, sums: Sums, num_experts: int) -> Sums:
-        """The sums of texts of fewer experts, extended to `num_experts`, where the new ones have none yet."""
-        raise InputError(f"{type(self).__name__}: sums of earlier texts cannot be added to; give texts for all experts")
-
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
         """
         The gates [n, d].
@@ -104,19 +101,29 @@ class RidgeGates(GateInit):
     Args:
         penalty: λ.
         temperature: τ.
+        by_expert: keep XᵀX of each expert's texts, which takes n times the memory. An expert can then join with only
+            its own texts, and without one the gates are those that the others would have had from the start.
     """
 
     penalty: float = 1e-2
     temperature: float = 0.1
+    by_expert: bool = False
 
     def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
+        if self.by_expert:
+            expert_T = torch.where(texts.negative_B, -1, texts.expert_B)[texts.text_T]
+            parts = {expert: x_TD[expert_T == expert] for expert in sorted({*expert_T.tolist()})}
+            products = {f"{expert}.xx": x_PD.T @ x_PD for expert, x_PD in parts.items()}
+            return products | {f"{expert}.x": x_PD.sum(0) for expert, x_PD in parts.items() if expert >= 0}
         target_BN = F.one_hot(texts.expert_B, texts.num_experts).to(x_TD) * ~texts.negative_B.unsqueeze(1)
         return {"xx": x_TD.T @ x_TD, "xy": x_TD.T @ target_BN[texts.text_T]}
 
-    def grown(self, sums: Sums, num_experts: int) -> Sums:
-        return {**sums, "xy": F.pad(sums["xy"], (0, num_experts - sums["xy"].shape[1]))}
-
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
+        if self.by_expert:
+            experts = sorted(int(name.removesuffix(".x")) for name in sums if name.endswith(".x"))
+            products = [sums[name] for name in (*(f"{expert}.xx" for expert in experts), "-1.xx") if name in sums]
+            xx_DD = functools.reduce(torch.add, products)
+            sums = {"xx": xx_DD, "xy": torch.stack([sums[f"{expert}.x"] for expert in experts], 1)}
         unit_DD = torch.eye(len(sums["xx"])).to(sums["xx"])
         weight_DN = torch.linalg.solve(sums["xx"] + self.penalty * unit_DD, sums["xy"])
         return F.normalize(weight_DN, dim=0).T / self.temperature
@@ -194,7 +201,6 @@ def init_gates(
     gates: str | GateInit,
     batches: Iterable[Mapping[str, Any]] | None = None,
     *,
-    experts: Sequence[int] | None = None,
     former: Sequence[Sums] | None = None,
     adapter_name: str | None = None,
 ) -> list[Sums]:
@@ -210,9 +216,8 @@ def init_gates(
             [B, S]; if there is padding, `attention_mask` [B, S]; `expert` [B], the expert that each text is for; and,
             if some are examples of what it is not for, `negative` [B]. They run through the base once, without the
             adapter.
-        experts: the experts whose gates are set; None: all.
-        former: what an earlier call returned, with `"ridge"`: the batches are added to the sums of its texts, whose
-            experts are the model's first ones.
+        former: sums of other experts' texts, which an earlier call with `RidgeGates(by_expert=True)` returned; the
+            batches are added to them.
         adapter_name: the adapter; the active one if None.
 
     Returns:
@@ -250,16 +255,6 @@ def init_gates(
     old_type = routers[0].settings.type
     keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"
     router_type = old_type if keeps else way.router_type
-    if experts is not None:
-        if router_type != old_type:
-            raise InputError(
-                f"init_gates: the routers are {old_type!r}, so gates of some experts cannot be "
-                f"{way.router_type!r}; set those of all"
-            )
-        for i, router in enumerate(routers):
-            kept_ND = router.weight.detach().to(made[i].dtype, copy=True)  # type: ignore[operator, union-attr]
-            kept_ND[list(experts)] = made[i][list(experts)].to(kept_ND.device)
-            made[i] = kept_ND
     put_gates(model, layers, router_type, made)
     return sums
 
@@ -299,8 +294,7 @@ def _sums(
     if former is not None:
         device = next(model.parameters()).device
         sums = [{name: double(value.to(device)) for name, value in of_layer.items()} for of_layer in former]
-        experts_seen.update(range(former[0]["xy"].shape[1]))
-        sums = [way.grown(of_layer, n) for of_layer in sums]
+        experts_seen.update(int(name.partition(".")[0]) for name in former[0])
 
     def add(i: int, batch: Mapping[str, Any], mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
         expert_B = torch.as_tensor(batch["expert"], device=x_BSD.device).long()

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..adapter.config import MoELoraConfig
+from ..adapter.layers import MoELoraLayer
 from ..models.gates import CONFIG_FIELD
 from ..routing.routers import Router
 from ..utils.io import check_weights, read_json, reading
@@ -338,6 +339,13 @@ class MoELoraFolder(AdapterFolder):
     @cached_property
     def config(self) -> MoELoraConfig:
         return cast(MoELoraConfig, super().config)
+
+    @property
+    def gates(self) -> list[torch.Tensor]:
+        """The weights [n, d] of its linear gates, in the order of the model's layers."""
+        layers = (path for path, m in self.empty.named_modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router)
+        names = [f"{path}.moe_lora_router.weight" for path in layers]
+        return [self.tensors[name] for name in names if name in self.tensors]
 
     def sized_settings(self, routers: Iterable[Router]) -> dict[str, Any]:
         """

@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import pad
 
 from ..adapter.config import MoELoraConfig, by_pattern
+from ..adapter.experts import Experts
 from ..adapter.layers import MoELoraLayer
+from ..combine.request_gate import copy_without
 from ..models.introspection import NAMES_FIELD
 from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, expect
+from ..native.gate_sums import WAY, read_sums, renumbered, write_sums
 from ..native.model_folder import copy_companions
 from ..native.safetensors_io import ShardedWriter
 from ..routing.routers import make_router
@@ -103,33 +107,73 @@ class PrunableAdapter(Prunable):
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
         pairs = [(self.state[key], self.state[_other(key)]) for key in self._keys(name, "moe_lora_A.")]
-        return similarities(torch.stack([self.specs[name].gram(A, B) for A, B in pairs]).sum(0))
+        gram_NN = torch.stack([self.specs[name].gram(A, B) for A, B in pairs]).sum(0)
+        return similarities(pad(gram_NN, (0, self.specs[name].base_expert) * 2))  # the base has no update
 
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         sizes = {layer.name: len(of_layer) for layer, of_layer in zip(self.layers, groups, strict=True)}
-        config = self._pruned_config(sizes, _names(self.config.expert_names, groups))
+        has_base = self._has_base(groups)
+        config = self._pruned_config(sizes, _names(self.config.expert_names, groups), has_base)
         state = dict(self.state)
         for layer, of_layer, w in zip(self.layers, groups, weights, strict=True):
+            spec = self.specs[layer.name]
+            updates = [(group, of_group) for group, of_group in zip(of_layer, w, strict=True) if group != _base(spec)]
             for key in self._keys(layer.name, "moe_lora_A."):
                 A, B = state[key], state[_other(key)]
-                state[key], state[_other(key)] = self.specs[layer.name].mean(A, B, of_layer, w)
+                state[key], state[_other(key)] = spec.mean(A, B, *zip(*updates, strict=True))
             biases = ["bias_steps"] if self.config.router_bias_update_rate else []
             for name in (*self.config.router_class.expert_rows, *biases):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
                 state[key] = mean_rows(state[key], of_layer, w)
             self._check_router(layer.name, config, state)
+        self._without_texts(folder, groups, state)
         copy_companions(self.folder.folder, folder)
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / ADAPTER_WEIGHTS,
                   metadata={"format": "pt"})  # fmt: skip
         config.save_pretrained(str(folder))
 
+    def _has_base(self, groups: Sequence[Groups]) -> bool:
+        """Whether the base is still one of the experts; it has no weights that could be merged."""
+        found = set()
+        for layer, of_layer in zip(self.layers, groups, strict=True):
+            base = _base(self.specs[layer.name])
+            found.add(base in of_layer)
+            if base and any(base[0] in group and len(group) > 1 for group in of_layer):
+                raise InputError(f"{layer.name}: the base, expert {base[0]}, cannot be merged; keep or drop it")
+        if len(found) > 1:
+            raise InputError("the base would be left in some layers alone; keep it in all, or drop it in all")
+        return found.pop()
+
+    def _without_texts(self, folder: Path, groups: Sequence[Groups], state: dict[str, torch.Tensor]) -> None:
+        """
+        Where experts left and none were merged: gates that have nothing of their texts, if the mixture has sums, and
+        the gate for requests without them.
+        """
+        source, kept = self.folder.folder, [group[0] for group in groups[0]]
+        if any(of_layer != [[expert] for expert in kept] for of_layer in groups):
+            return
+        names = self.config.expert_names
+        if names is not None:
+            copy_without(source, folder, [name for i, name in enumerate(names) if i not in kept])
+        try:
+            sums = read_sums(source, self.folder.gates)
+        except InputError:  # trained since: gates are no longer those of the texts
+            return
+        if sums is not None:
+            sums = renumbered(sums, kept)
+            write_sums(folder, sums)
+            for layer, of_layer in zip(self.layers, sums, strict=True):
+                key = f"{_PREFIX}{layer.name}.{_ROUTER}weight"
+                state[key] = WAY.gates(of_layer, ()).to(state[key])
+
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
 
-    def _pruned_config(self, sizes: dict[str, int], names: list[str] | None) -> MoELoraConfig:
+    def _pruned_config(self, sizes: dict[str, int], names: list[str] | None, has_base: bool) -> MoELoraConfig:
         """The config with these numbers of experts, and their names."""
         config = copy.deepcopy(self.config)
         config.expert_names = None  # until all sizes are known
+        config.base_expert = self.config.base_expert and has_base
         if config.num_experts > 1:
             config.num_experts = Counter(sizes.values()).most_common(1)[0][0]
         config.num_experts_pattern = {key: n for key, n in config.num_experts_pattern.items() if n == 1}
@@ -159,6 +203,11 @@ class PrunableAdapter(Prunable):
                 f"{name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
                 f"{self.specs[name].num_experts} ({wrong[0]}); keep another number, or fold it first (fold_routers)"
             )
+
+
+def _base(spec: Experts) -> list[int]:
+    """The group of the base alone; [] if it is not an expert."""
+    return [spec.num_updates] if spec.base_expert else []
 
 
 def _names(names: list[str] | None, groups: Sequence[Groups]) -> list[str] | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -50,44 +50,69 @@ def to_device(model: Any) -> None:
         model.to(device)
 
 
-@torch.no_grad()
 def example_losses(
     model: Any, dataset: Dataset, collator: Collator, rows: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss [S] and number of scored tokens [S] of every example, see `example_answers`."""
+    scored = example_answers(model, dataset, collator, rows)
+    return scored.losses, scored.counts
+
+
+class Answers(NamedTuple):
     """
-    Summed loss and number of scored tokens of every example. Several processes share the work.
+    What a model makes of examples.
+
+    Args:
+        losses: the sum over an example's scored tokens, float64 [S].
+        counts: how many they are, int64 [S].
+        right: whether each of them is the most probable one after those before it, so that greedy decoding gives
+            exactly this answer, bool [S].
+    """
+
+    losses: torch.Tensor
+    counts: torch.Tensor
+    right: torch.Tensor
+
+    def of(self, indices: Sequence[int]) -> Answers:
+        """Those of some examples."""
+        return Answers(*(values[list(indices)] for values in self))
+
+
+@torch.no_grad()
+def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int = 8) -> Answers:
+    """
+    Summed loss, number of scored tokens and exact answers of every example. Several processes share the work.
 
     Args:
         model: a model of transformers or PEFT; it is moved to this process's device.
         dataset: tokenized, with `input_ids` and `labels`, as `training.preparation.tokenized` returns it.
         collator: makes batches of its rows.
         rows: of a forward pass.
-
-    Returns:
-        losses, float64 [S], and token counts, int64 [S].
     """
     starts = list(range(0, len(dataset), rows))
     state = PartialState()
     mine = starts[state.process_index :: state.num_processes]
-    scored: list[tuple[int, list[float], list[int]]] = []
+    scored: list[tuple[int, list[float], list[int], list[bool]]] = []
     to_device(model)
-    with fused_lm_head(model), evaluating(model), gathered_as_it_runs(model):
+    with fused_lm_head(model, ("log_probs", "is_top1")), evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             outputs = model(**inputs, fused_lm_head=True)
             # Sums in float64, which not all devices have.
             losses_B, counts_B = -outputs.log_probs.cpu().double().sum(-1), outputs.label_mask.sum(-1)
-            scored.append((start, losses_B.tolist(), counts_B.tolist()))
+            right_B = ~((outputs.is_top1 == 0) & outputs.label_mask).any(-1)
+            scored.append((start, losses_B.tolist(), counts_B.tolist(), right_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
             # Sharded weights are gathered by all processes at once, so one that has a batch fewer runs one of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
             model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
     if state.num_processes > 1:
         scored = sorted(gather_object(scored))
-    losses = [loss for _, losses, _ in scored for loss in losses]
-    counts = [count for _, _, counts in scored for count in counts]
-    return torch.tensor(losses, dtype=torch.float64), torch.tensor(counts)
+    losses = [loss for _, losses, _, _ in scored for loss in losses]
+    counts = [count for _, _, counts, _ in scored for count in counts]
+    right = [is_right for _, _, _, right in scored for is_right in right]
+    return Answers(torch.tensor(losses, dtype=torch.float64), torch.tensor(counts), torch.tensor(right))
 
 
 def loss_name(domain: str) -> str:

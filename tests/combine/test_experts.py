@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from moe_peft.combine.sums import read_sums
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +18,6 @@ from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.held_out import alone
 from moe_peft.combine.mix import mix
-from moe_peft.combine.sums import read_sums
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
 from tests.helpers.models import tiny_llama, tiny_opt
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
 from moe_peft.analysis.inspect import inspect_model
-from moe_peft.combine.held_out import HeldOut, picked_experts
+from moe_peft.combine.held_out import verdict
 from moe_peft.combine.mix import Source, mix
+from moe_peft.combine.request_gate import RequestGate
 from moe_peft.models.introspection import expert_names
-from moe_peft.models.layer import routed_layers
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.folders import DenseFolder, open_folder
 from moe_peft.native.upcycle import mean_model
-from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+from moe_peft.training.preparation import calibration_batches
+from moe_peft.training.scoring import Answers
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 
 TEST = rows()[:12]  # of test.jsonl
@@ -77,10 +77,11 @@ def test_the_losses_are_those_of_plain_peft(case, mixed, tokenizer):
         "base",
         *DOMAINS,
         "mean of the adapters",
-        "uniform gates",
-        "picked by its prompt",
+        "each its own",
+        "picked by its request",
         "ridge gates",
     ]
+    assert mixed[0].right == {}  # texts alone have no answers
     close(measured["base"], losses(base(case), tokenizer))
     for name in DOMAINS:
         close(measured[name], losses(PeftModel.from_pretrained(base(case), case / name).eval(), tokenizer))
@@ -88,11 +89,8 @@ def test_the_losses_are_those_of_plain_peft(case, mixed, tokenizer):
     mean.add_weighted_adapter(list(DOMAINS), [1 / 3] * 3, "mean", "cat")
     mean.set_adapter("mean")
     close(measured["mean of the adapters"], losses(mean, tokenizer))
-    uniform = lora_to_moe(base(case), [case / name for name in DOMAINS], router_type="soft")
-    for name, parameter in uniform.named_parameters():
-        if "moe_lora_router" in name:
-            parameter.data.zero_()
-    close(measured["uniform gates"], losses(uniform.eval(), tokenizer))
+    own = {name: measured[name][name] for name in DOMAINS}
+    close(measured["each its own"], {**own, "mean": sum(own.values()) / 3})
     assert json.loads((mixed[1] / "mix.json").read_text())["losses"] == measured
 
 
@@ -198,25 +196,16 @@ def test_arrow_needs_no_data(case, tmp_path):
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())["router_type"] == "arrow"
 
 
-def test_projection_mixing_has_no_line_for_uniform_gates_which_are_the_mean(case, tmp_path):
-    measured = mix(settings(case, output=str(tmp_path / "out"), mixing="projection", top_k=1))
-    assert "uniform gates" not in measured.losses and "mean of the adapters" in measured.losses
-
-
 def test_dense_models_become_a_native_moe(case, tmp_path, tokenizer):
     models = [str(case / f"dense-{name}") for name in DOMAINS]
     options = {"adapters": None, "models": models, "labels": list(DOMAINS), "test_data": [str(case / "test.jsonl")]}
     measured = mix(settings(case, output=str(tmp_path / "moe"), **options))
-    assert list(measured.losses) == [*DOMAINS, "mean of the models", "uniform gates", "ridge gates"]
+    assert list(measured.losses) == [*DOMAINS, "mean of the models", "each its own", "ridge gates"]
     dense = [AutoModelForCausalLM.from_pretrained(model).eval() for model in models]
     for name, model in zip(DOMAINS, dense, strict=True):
         close(measured.losses[name], losses(model, tokenizer))
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
     close(measured.losses["ridge gates"], losses(moe, tokenizer))
-    for layer in moe.model.layers:
-        layer.mlp.gate.weight.data.zero_()
-        layer.mlp.gate.top_k = 3
-    close(measured.losses["uniform gates"], losses(moe, tokenizer))
     for parameter, *others in zip(*(model.parameters() for model in dense), strict=True):
         parameter.data = torch.stack([parameter.data, *(p.data for p in others)]).double().mean(0).float()
     close(measured.losses["mean of the models"], losses(dense[0], tokenizer))
@@ -361,53 +350,62 @@ def test_attention_is_a_mean_or_routed_and_the_adapters_alone_are_themselves(
         close(losses(exported, tokenizer), measured.losses["ridge gates"])
 
 
-def test_the_expert_of_a_row_is_picked_by_its_prompt(case, mixed, tmp_path, tokenizer):
-    """Gates of the base's hidden states, a mean over the prompt's tokens and the layers, choose one adapter."""
+def test_a_row_is_answered_by_the_adapter_that_its_request_is_for(case, mixed, tokenizer):
     measured, out = mixed
-    model = AutoPeftModelForCausalLM.from_pretrained(out).eval()
-    routers = [layer.router for layer in routed_layers(model)]
-    seen = []
-    expected = {}
+    gate = RequestGate.from_pretrained(out)
+    assert gate.names == [*DOMAINS]
+    alone = {name: PeftModel.from_pretrained(base(case), case / name).eval() for name in DOMAINS}
+    alone[None] = base(case)
+    expected, picked = {}, {}
     for domain in DOMAINS:
-        nll = []
-        for row in (row for row in TEST if row["domain"] == domain):
+        nll, picks = [], gate.pick([row["text"] for row in TEST if row["domain"] == domain])
+        for row, name in zip([row for row in TEST if row["domain"] == domain], picks, strict=True):
             ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
-            seen.clear()
-            hooks = [
-                layer.module.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
-                for layer in routed_layers(model)
-            ]
-            with torch.no_grad(), model.disable_adapter():
-                model(ids)
-            for hook in hooks:
-                hook.remove()
-            gates = [router(x).softmax(-1).mean(0) for router, x in zip(routers, seen, strict=True)]
-            picked = int(torch.stack(gates).mean(0).argmax())
-            with torch.no_grad(), force_experts(model, DOMAINS[picked]):
-                log_probs = model(ids).logits[0, :-1].double().log_softmax(-1)
+            with torch.no_grad():
+                log_probs = alone[name](ids).logits[0, :-1].double().log_softmax(-1)
             nll += (-log_probs.gather(-1, ids[0, 1:, None])).flatten().tolist()
-        expected[domain] = sum(nll) / len(nll)
-    close(measured.losses["picked by its prompt"], {**expected, "mean": sum(expected.values()) / 3})
+        expected[domain], picked[domain] = sum(nll) / len(nll), picks.count(domain) / len(picks)
+    close(measured.losses["picked by its request"], {**expected, "mean": sum(expected.values()) / 3})
+    assert measured.picked == picked and min(picked.values()) > 0.7
 
 
-def test_a_verdict_names_the_domains_that_lose():
-    losses = {
-        "base": {"a": 5.0, "b": 5.0, "mean": 5.0},
-        "a": {"a": 1.0, "b": 3.0, "mean": 2.0},
-        "b": {"a": 3.0, "b": 2.0, "mean": 2.5},
-        "mean of the adapters": {"a": 2.0, "b": 1.5, "mean": 1.75},
-        "picked by its prompt": {"a": 1.0, "b": 2.0, "mean": 1.5},
-        "ridge gates": {"a": 1.2, "b": 1.8, "mean": 1.5},
+def answers(*right: int) -> Answers:
+    """Rows of one token each, with a loss of 0 where the answer is right and of 1 where it is not."""
+    return Answers(
+        1.0 - torch.tensor(right).double(), torch.ones(len(right), dtype=torch.long), torch.tensor(right) > 0
+    )
+
+
+def sentences(**ways: dict[str, Answers]) -> list[str]:
+    """A verdict by right answers on ways named with _ for a space; the last is the mixture."""
+    scored = {way.replace("_", " "): by_label for way, by_label in ways.items()}
+    right = {
+        way: {"mean": sum(float(a.right.double().mean()) for a in by_label.values()) / len(by_label)}
+        for way, by_label in scored.items()
     }
-    first, second = HeldOut(losses, {"a": [1, 0], "b": [0, 1]}).verdict()
-    assert first == "ridge gates beat merging (the mean) in 1 of 2 domains; they lose to it in b."
-    assert "picked by the prompt is as good" in second and "--enable-lora" in second
-    losses["ridge gates"] = {"a": 0.9, "b": 2.5, "mean": 1.7}
-    losses["picked by its prompt"] = {"a": 1.0, "b": 2.6, "mean": 1.8}
-    losses["a"] = {"a": 1.0, "b": 2.0, "mean": 1.5}
-    _, second, third = HeldOut(losses, {"a": [1, 0], "b": [0, 1]}).verdict()
-    assert second == "One adapter picked by the prompt is worse in a, b."
-    assert third == "a alone is at least as good as the mixture: use that."
+    return verdict(scored, {}, right, ["a", "b"])
+
+
+def test_the_verdict_goes_by_right_answers():
+    picked = {"a": answers(*[1] * 40), "b": answers(*[1] * 30, *[0] * 10)}
+    mean = {"a": answers(*[0] * 40), "b": answers(*[0] * 40)}
+    mixture = {"a": answers(*[1] * 20, *[0] * 20), "b": answers(*[1] * 20, *[0] * 20)}
+    alone = {"a": answers(*[1] * 20, *[0] * 20), "b": answers(*[0] * 20, *[1] * 20)}
+    first, second, third = sentences(
+        mean_of_the_adapters=mean, picked_by_its_request=picked, b=alone, ridge_gates=mixture
+    )
+    assert first == "The mixture is better than mean of the adapters (right answers 50% and 0%)."
+    assert second.startswith("Picked by its request is better than the mixture (right answers 50% and 88%); use it")
+    assert third.startswith(
+        "No difference between the mixture and b alone (right answers 50% and 50%; below 15.5 points"
+    )
+
+
+def test_a_small_difference_may_be_chance():
+    """1 of 10 rows: 10 points, where 19 are needed."""
+    picked = {"a": answers(*[1] * 6, *[0] * 4)}
+    (only,) = sentences(picked_by_its_request=picked, ridge_gates={"a": answers(*[1] * 5, *[0] * 5)})
+    assert "no difference" in only.lower() and "60%" in only and "18.6 points" in only
 
 
 @pytest.mark.parametrize(("gates", "k"), [("ridge", 1), ("arrow", 1), ("prompts", 2)])
@@ -439,13 +437,48 @@ def test_the_experts_have_their_names_wherever_the_mixture_goes(mixed, case, tmp
     assert expert_names(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) == [*DOMAINS]
 
 
-def test_a_prompt_picks_by_its_own_tokens(mixed, tokenizer):
-    """Neither the answer nor the padding counts."""
-    model = AutoPeftModelForCausalLM.from_pretrained(mixed[1]).eval()
-    prompts = [row["text"] for row in rows(24)]
-    picked = []
-    for answer, size in (("w9", 24), ("w90 w91 w92 w93 w94 w95", 5)):
-        data = Dataset.from_list([{"prompt": prompt, "completion": f" {answer}"} for prompt in prompts])
-        tokens, collator = tokenized(data, tokenizer, preparation(64))
-        picked.append(picked_experts(model, tokens, collator, size))
-    assert picked[0] == picked[1] and set(picked[0]) == {0, 1, 2}
+def test_right_answers_are_those_of_greedy_decoding(case, tmp_path, tokenizer):
+    rows_of = [{"prompt": row["text"], "completion": " w9", "domain": row["domain"]} for row in rows(24)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows_of)))
+    measured = mix(settings(case, output=str(tmp_path / "out"), data=[str(tmp_path / "data.jsonl")], test_examples=4))
+    assert measured.right.keys() == measured.losses.keys() and measured.rows == dict.fromkeys(DOMAINS, 4)
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    _, held_out = Source(
+        settings(case, output="x", data=[str(tmp_path / "data.jsonl")], test_examples=4), DOMAINS, tokenizer
+    ).split()
+    right = dict.fromkeys(DOMAINS, 0.0)
+    for row in held_out:
+        prompt = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+        expected = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+        made = model.generate(input_ids=prompt, max_new_tokens=len(expected), do_sample=False)[0, prompt.shape[1] :]
+        right[DOMAINS[row["expert"]]] += (made.tolist() == expected) / 4
+    assert {name: measured.right["ridge gates"][name] for name in DOMAINS} == right
+
+
+def test_general_requests_go_to_the_base(case, tmp_path, tokenizer):
+    """An expert without an update, whose gate is set by general texts; it is named in what a mixture says of itself."""
+    general = [f"w{3 + 40 * (i % 3)} w{4 + 40 * ((i + 1) % 3)} w{5 + 40 * ((i + 2) % 3)} w123" for i in range(24)]
+    (tmp_path / "general.txt").write_text("\n".join(general))
+    measured = mix(settings(case, output=str(tmp_path / "out"), neutral=str(tmp_path / "general.txt")))
+    assert measured.general > 0.6 and measured.lost < 0.2
+    config = PeftConfig.from_pretrained(tmp_path / "out")
+    assert (config.num_experts, config.base_expert, config.expert_names) == (4, True, [*DOMAINS, "base"])
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = tokenizer(general[0], return_tensors="pt")["input_ids"]
+    with force_experts(model, "base"), torch.no_grad():
+        assert torch.equal(model(ids).logits, base(case)(ids).logits)
+    moe = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "out", tmp_path / "moe")).eval()
+    torch.testing.assert_close(moe(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert expert_names(moe) == [*DOMAINS, "base"]
+
+
+def test_an_adapter_that_is_always_on(case, tmp_path, tokenizer):
+    """Each expert is then its LoRA and the one for all: both LoRAs active in PEFT."""
+    mix(settings(case, output=str(tmp_path / "out"), always=str(case / "d")))
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([[5, 9, 50, 12, 60]])
+    for name in DOMAINS:
+        both = plain(case, name, "d")
+        both.base_model.set_adapter([name, "d"])
+        with force_experts(model, name), torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, both(ids).logits, rtol=1e-4, atol=1e-5)

@@ -474,7 +474,7 @@ def _request_gate(
     names = mixture.config.expert_names or []
     if settings.replace is not None and names[settings.replace] in gate.vectors:
         gate = gate.without_adapter(names[settings.replace])
-    return gate.with_adapter(source.new, requests[source.new])
+    return gate.with_adapter(source.new, requests[source.new]).in_order(source.labels)
 
 
 def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:

@@ -207,6 +207,10 @@ class RequestGate:
             raise InputError(choice_error("adapter", name, self.names))
         return self._with_vectors({other: value for other, value in self.vectors.items() if other != name})
 
+    def in_order(self, names: Sequence[str]) -> RequestGate:
+        """The same gate with its adapters in another order."""
+        return self._with_vectors({name: self.vectors[name] for name in (*names, BASE) if name in self.vectors})
+
     def _with_vectors(self, vectors: dict[str, torch.Tensor]) -> RequestGate:
         return RequestGate(self.model, self.reader, vectors, self.base, self.penalty)
 

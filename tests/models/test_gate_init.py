@@ -215,18 +215,6 @@ def test_a_loaded_arrow_mixture_computes_the_same(tmp_path):
     torch.testing.assert_close(again(ids).logits, expected, rtol=0, atol=0)
 
 
-def test_some_experts_only():
-    model, rows = mixture(), texts()
-    before = routers(model)
-    init_gates(model, "ridge", batches(rows), experts=[1])
-    other = mixture()
-    init_gates(other, "ridge", batches(rows))
-    for gate, old, new in zip(routers(model), before, routers(other), strict=True):
-        assert torch.equal(gate[[0, 2]], old[[0, 2]]) and torch.equal(gate[1], new[1])
-    with pytest.raises(ValueError, match="'linear', so gates of some experts cannot be 'arrow'"):
-        init_gates(model, "arrow", experts=[1])
-
-
 def test_an_adapter_that_is_not_active_gets_its_gates():
     model = mixture()
     model.add_adapter("two", MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))

@@ -98,7 +98,9 @@ def _check_on_hub(source: str, name: str) -> None:
         except OSError:
             hf_hub_download(name, "adapter_config.json")
     except (OSError, ValueError) as error:  # no such file or repository, no hub to be reached, or not a name on the hub
-        raise InputError(f"{source}: neither a folder nor a model on a reachable hub: {one_line(error)}") from error
+        raise InputError(
+            f"{source}: neither a model folder nor a model on a reachable hub: {one_line(error)}"
+        ) from error
 
 
 def check_files(**sources: str | Sequence[str] | None) -> None:

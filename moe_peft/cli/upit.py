@@ -6,8 +6,8 @@ from pydantic import Field
 
 from ..upit.methods import METHODS
 from ..utils.messages import InputError
-from ..utils.validation import Flag, Integer, Settings, Text
-from .settings import SettingsParser
+from ..utils.validation import Flag, Integer, Settings, Text, read_settings
+from .settings import SettingsParser, check_files, check_models
 
 EXAMPLE = r"""
 example:
@@ -46,7 +46,18 @@ def parser(prog: str) -> SettingsParser:
     )
 
 
+def _check_paths(settings: UpitSettings) -> None:
+    """Whether model and data of the recipe are there; all else, and what --set may name, is left to `load_recipe`."""
+    sections = read_settings(settings.config)
+    for check, section, field in ((check_models, "model", "name_or_path"), (check_files, "data", "train")):
+        values, path = sections.get(section), f"{section}.{field}"
+        value = values.get(field) if isinstance(values, dict) else None
+        if isinstance(value, str) and not any(each.startswith(section) for each in settings.set + settings.sweep):
+            check(**{path: value})
+
+
 def run(settings: UpitSettings) -> None:
+    _check_paths(settings)
     # Only now: these imports take seconds.
     from ..training.estimate import planned_launch
     from ..upit.pipeline import UpIT

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from datasets import Dataset
@@ -16,6 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from moe_peft import MoELoraConfig, MoESFTTrainer, pin_dispatch
 from moe_peft.adapter.router_recorder import state
 from tests.helpers.models import tiny_llama
+from tests.helpers.warm import run_module
 from tests.helpers.words import word_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -121,7 +119,8 @@ def test_an_exported_model_runs_without_this_package(tmp_path):
     torch.export.save(program, tmp_path / "model.pt2")
     torch.save(IDS, tmp_path / "ids.pt")
     files = [str(tmp_path / name) for name in ("model.pt2", "ids.pt", "logits.pt")]
-    subprocess.run([sys.executable, "-c", FRESH, *files], check=True, capture_output=True)
+    (tmp_path / "fresh.py").write_text(FRESH)
+    assert run_module("fresh", *files, cwd=tmp_path).returncode == 0
     torch.testing.assert_close(torch.load(files[2]), plain(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
     assert "router_logits" in plain(input_ids=IDS)
 

@@ -169,6 +169,7 @@ class WithPadding:
 LABELS = {"label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "trainer", "own"),
     [

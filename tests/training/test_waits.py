@@ -77,6 +77,7 @@ def counts(trainer) -> tuple[set[int], int]:
 ARGUMENTS = {"max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATION, "logging_steps": LOGGING_STEPS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [
     {"router_balancing": "global", "router_z_loss_coef": 0.01, **LABELS},
     {"router_label_mask": True, **LABELS},

@@ -198,7 +198,6 @@ def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
 
 @pytest.mark.parametrize("method, own, stages", [
     ("sft", {}, ["prepare"]),
-    ("upcycle_pt", {"moe": {"init": "drop", "drop_rate": 0.25}}, ["post_train"]),
     ("upcycle_sft", {}, ["prepare", "post_train"]),
     ("self_moe", {"prepare": {}}, ["prepare", "post_train"]),
     ("upit", {"prepare": {}, "router_init": {

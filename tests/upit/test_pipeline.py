@@ -277,6 +277,7 @@ def test_a_second_run_of_one_object_does_nothing_again(of_method):
     assert {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp_path):
     """TRL gives the tokenizer a chat template and a padding token; the result has them, however often it is written."""
     rows = [json.loads(line) for line in Path(case["data"]["train"]).read_text().splitlines()]
@@ -299,11 +300,11 @@ def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp
 
 @pytest.mark.slow
 def test_changed_data_redoes_everything(case, tmp_path):
-    first = run(case, tmp_path, method="loramoe_pt")
+    first = run(case, tmp_path, method="loramoe_pt", num_train_epochs=1)
     rows = Path(case["data"]["train"]).read_text().splitlines()
     (tmp_path / "other.jsonl").write_text("\n".join(rows[1:] + rows[:1]))
     data = {**case["data"], "train": str(tmp_path / "other.jsonl")}
-    second = run(case, tmp_path, redo=True, method="loramoe_pt", data=data)
+    second = run(case, tmp_path, redo=True, method="loramoe_pt", data=data, num_train_epochs=1)
     assert first.records["post_train"]["files"] != second.records["post_train"]["files"]
 
 
@@ -373,7 +374,7 @@ def test_no_expansion_or_router_initialization(case, tmp_path):
 @pytest.mark.slow
 def test_experts_that_exist_already(case, upit, tmp_path):
     adapters = [str(upit.root / "prepare" / "experts" / str(i)) for i in range(3)]
-    pipeline = run(case, tmp_path, prepare={"adapters": adapters})
+    pipeline = run(case, tmp_path, prepare={"adapters": adapters}, num_train_epochs=1)
     assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
     assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
     with pytest.raises(ValueError, match=r"prepare\.adapters='nowhere': "):
@@ -433,6 +434,7 @@ def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
     assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
 
 
+@pytest.mark.slow
 def test_gates_from_buckets_take_no_training(case, tmp_path):
     own = {"num_train_epochs": 2, "router_init": {**case["router_init"], "gates": "ridge"}}
     pipeline = run(case, tmp_path, **own)

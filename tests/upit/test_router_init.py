@@ -195,6 +195,7 @@ def test_each_expert_is_trained_as_by_itself(rate, own, experts, steps, tokenize
             torch.testing.assert_close(router[i], vector.detach(), rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_every_expert_is_scored_by_itself(experts, tokenizer, tmp_path):
     routed = run(experts, tokenizer, tmp_path, num_train_epochs=1, train_experts=False)
     assert routed.perplexity.shape == (12, N) and [len(bucket) for bucket in routed.buckets] == [3, 3, 3, 3]
@@ -208,6 +209,7 @@ def test_every_expert_is_scored_by_itself(experts, tokenizer, tmp_path):
             assert routed.perplexity[example, i].item() == pytest.approx(loss.exp().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "own"),
     [
@@ -232,6 +234,7 @@ def test_same_training_however_it_is_done(own, experts, tokenizer, tmp_path):
             torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_routing_vectors_only(experts, tokenizer, tmp_path):
     routed = run(experts, tokenizer, tmp_path, buckets="random", train_experts=False)
     for source, target in zip(experts, routed.experts, strict=True):
@@ -241,6 +244,7 @@ def test_routing_vectors_only(experts, tokenizer, tmp_path):
     assert all(not torch.equal(router[1], vector) for router, vector in zip(routed.routers, start, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "train_experts"), [("lora", True), ("ffn", False)], indirect=["experts"])
 def test_the_rate_of_the_vectors_is_constant_whatever_the_experts(
     train_experts, experts, tokenizer, tmp_path, monkeypatch
@@ -321,6 +325,7 @@ def test_ridge_gates_tell_the_buckets_apart(experts, tokenizer, tmp_path):
         torch.testing.assert_close(router.double(), (w / w.norm(dim=0)).T / 0.1, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["ffn"], indirect=True)
 def test_one_model_is_in_memory(experts, tokenizer, tmp_path):
     alive = []
@@ -337,6 +342,7 @@ def test_one_model_is_in_memory(experts, tokenizer, tmp_path):
     assert set(alive) == {before} and len(alive) == (4 if is_lora(experts[0]) else 6)  # LoRAs are scored on one base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["lora"], indirect=True)
 def test_what_was_done_is_not_done_again(experts, tokenizer, tmp_path, monkeypatch):
     first = run(experts[:2], tokenizer, tmp_path)
@@ -347,6 +353,7 @@ def test_what_was_done_is_not_done_again(experts, tokenizer, tmp_path, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(first.routers, again.routers, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["lora"], indirect=True)
 def test_the_mixture_has_the_vectors_as_its_routers(experts, tokenizer, tmp_path):
     from moe_peft import lora_to_moe

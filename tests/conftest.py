@@ -21,7 +21,7 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.words import word_tokenizer
 
 
-def pytest_collection_finish() -> None:
+def pytest_runtest_setup() -> None:
     """Trainers collect garbage many times; without this, all modules would be looked through each time."""
     gc.collect()
     gc.freeze()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import nbformat
@@ -12,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.helpers.chat_model import save_chat_model
+from tests.helpers.warm import programs
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +21,12 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch):
     save_chat_model(tmp_path / "tiny", 0)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(path, 4)
     for cell in notebook.cells:
         cell.source = re.sub(r"max_steps=\d+", "max_steps=2", cell.source.replace("smollm2_folder()", "'tiny'"))
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    with programs(tmp_path / "bin"):
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert not any("error:" in text for text in printed(notebook)), printed(notebook)
 
 

@@ -1,7 +1,5 @@
 """Routing statistics: recording, reports, figures."""
 
-from .load_callback import LoadCallback
-from .recorder import RoutingStatistics, record_routing
-from .token_classes import TOKEN_CLASSES, classify_tokens
+from ..utils.lazy_imports import lazy_exports
 
-__all__ = ["TOKEN_CLASSES", "LoadCallback", "RoutingStatistics", "classify_tokens", "record_routing"]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

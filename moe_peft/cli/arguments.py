@@ -180,17 +180,6 @@ def _read_mapping(text: str) -> dict[Any, Any]:
     raise argparse.ArgumentTypeError('must be JSON like {"name": 4}')
 
 
-# What the short help lists.
-USUAL = (
-    "model_name_or_path", "dataset_name", "load_in_4bit",
-    "num_experts", "top_k", "r", "lora_alpha", "router_type",
-    "router_aux_loss_coef", "router_z_loss_coef", "label_column", "expert_map",
-    "output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "max_length", "bf16",
-    "resume_from_checkpoint",
-    "config", "adapter", "dry_run",
-)  # fmt: skip
-
-
 class TrainingParser(GroupedParser, TrlParser):
     """
     TRL's parser, with a YAML file whose keys and values are checked.

@@ -8,15 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..analysis.inputs import describe
-from ..chat import Conversation
-from ..chat.terminal import Terminal
-from ..chat.web import Page, import_gradio, serve
-from ..models.layer import routed_layers
-from ..native.folders import open_folder
 from ..utils.messages import InputError
 from ..utils.validation import Count, Flag, Number, Text
-from .settings import SettingsParser, WeightSettings
+from .settings import SettingsParser, WeightSettings, check_models
 
 EXAMPLE = r"""
 examples:
@@ -62,6 +56,15 @@ def run(settings: ChatSettings) -> None:
     for name in ("host", "port"):
         if getattr(settings, name) is not None and not settings.web:
             raise InputError(f"{name}={getattr(settings, name)!r}: is for the page; add --web")
+    check_models(**{"--model": settings.model, "base": settings.base})
+    # Only now: these imports take seconds.
+    from ..analysis.inputs import describe
+    from ..chat import Conversation
+    from ..chat.terminal import Terminal
+    from ..chat.web import Page, import_gradio, serve
+    from ..models.layer import routed_layers
+    from ..native.folders import open_folder
+
     if settings.web:
         import_gradio()  # before a model is loaded
     quantization = settings.quantization

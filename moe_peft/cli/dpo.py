@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ..training.trainers import MoEDPOConfig, MoEDPOTrainer
-from .arguments import USUAL as OF_TRAINING
-from .arguments import Options, TrainingParser
-from .training import train_or_plan
+from typing import TYPE_CHECKING, Any
+
+from .usual_options import USUAL as OF_TRAINING
+from .usual_options import UsualOptions
+
+if TYPE_CHECKING:
+    from .arguments import Options, TrainingParser
 
 USUAL = (*OF_TRAINING, "beta")
 EXAMPLE = r"""
@@ -16,10 +19,28 @@ example:
 """
 
 
-def parser(prog: str) -> TrainingParser:
-    description = "Tune a MoE-LoRA adapter, or a native MoE, by DPO. All options may be keys of a YAML file (--config)."
-    return TrainingParser(MoEDPOConfig, prog=prog, description=description, epilog=EXAMPLE)
+def parser(prog: str) -> UsualOptions:
+    return UsualOptions(
+        complete_parser,
+        "1e-06",
+        labels=False,
+        more={"beta": ("X", "How strongly deviation from the reference is penalized.", 0.1)},
+        prog=prog,
+        description="Tune a MoE-LoRA adapter, or a native MoE, by DPO. All options may be keys of a YAML file "
+        "(--config).",
+        epilog=EXAMPLE,
+    )
+
+
+def complete_parser(**kwargs: Any) -> TrainingParser:
+    from ..training.trainers import MoEDPOConfig  # only now: these imports take seconds
+    from .arguments import TrainingParser
+
+    return TrainingParser(MoEDPOConfig, **kwargs)
 
 
 def run(options: Options) -> None:
+    from ..training.trainers import MoEDPOTrainer
+    from .training import train_or_plan
+
     train_or_plan(options, MoEDPOTrainer)

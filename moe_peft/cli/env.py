@@ -7,9 +7,6 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-from torch.torch_version import TorchVersion
-
 from .. import __version__
 from ..utils.compat import TESTED
 
@@ -26,6 +23,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
+    import torch
+    from torch.torch_version import TorchVersion
+
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "none"
     print(f"- moe_peft: {__version__}")

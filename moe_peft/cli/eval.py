@@ -7,12 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..analysis.figures import FORMATS
-from ..evaluation import TaskSettings, evaluate_model
-from ..utils.distributed import leave_processes
+from ..evaluation.task_settings import TaskSettings
 from ..utils.messages import InputError
 from ..utils.validation import Flag, Seed, Text
-from .settings import SettingsParser, WeightSettings, joined_by_commas, one_of, settings_of
+from .settings import FigureFormat, SettingsParser, WeightSettings, check_models, joined_by_commas, settings_of
 
 EXAMPLE = r"""
 example:
@@ -43,9 +41,7 @@ class EvalSettings(WeightSettings, _TaskSettings):
     )
     seed: Seed | None = Field(None, description="seed of everything random; default: the harness's seeds")
     output: Text = Field("evaluation", title="FOLDER", description="folder for results.json, results.md and the figure")
-    figures: Annotated[Text, one_of(FORMATS)] | None = Field(
-        None, title="|".join(FORMATS), description="format of the figure of --each-expert; default: png"
-    )
+    figures: FigureFormat | None = Field(None, description="format of the figure of --each-expert; default: png")
 
 
 _GROUPS = {
@@ -65,9 +61,15 @@ def run(settings: EvalSettings) -> None:
         raise InputError(f"figures={settings.figures!r}: the figure shows each_expert; add that, or leave it out")
     given: Any = settings
     tasks = {field.name: getattr(given, field.name) for field in dataclasses.fields(TaskSettings)}
+    what = TaskSettings(**tasks)
+    check_models(**{"--model": settings.model, "base": settings.base})
+    # Only now: these imports take seconds.
+    from ..evaluation import evaluate_model
+    from ..utils.distributed import leave_processes
+
     evaluate_model(
         settings.model,
-        TaskSettings(**tasks),
+        what,
         settings.output,
         base=settings.base,
         with_base=not settings.no_base,

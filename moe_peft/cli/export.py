@@ -10,15 +10,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..native import verify_export
-from ..native.engines import inexact
-from ..native.export import check_verifiable
 from ..native.formats import FORMATS
 from ..utils.io import read_text
-from ..utils.loading import CONFIG, read_config
 from ..utils.messages import InputError, one_line
 from ..utils.validation import Settings, Text
-from .settings import SettingsParser, one_of
+from .settings import SettingsParser, check_models, one_of
 
 _ABOUT = [f"{name}: {form.about}{f' (extra {form.extra})' * bool(form.extra)}" for name, form in FORMATS.items()]
 _DTYPES = [f"{', '.join(form.dtypes)} ({name})" for name, form in FORMATS.items()]
@@ -70,6 +66,11 @@ def run(settings: ExportSettings) -> None:
             readers = " or ".join(each for each, form in FORMATS.items() if name in form.reads)
             raise InputError(f"{name}={value!r}: goes with --format {readers}")
     texts = None if settings.verify is None else _texts(settings.verify)
+    check_models(adapter=settings.adapter, model=settings.model, base=settings.base)
+    # Only now: these imports take seconds.
+    from ..native.export import check_verifiable, verify_export
+    from ..utils.loading import CONFIG
+
     if texts is not None:
         check_verifiable(source, settings.base)
     # Write it.
@@ -93,6 +94,9 @@ def run(settings: ExportSettings) -> None:
 
 def print_engines(folder: Path) -> None:
     """Print which programs compute the model differently from transformers. It is written already: nothing may fail."""
+    from ..native.engines import inexact
+    from ..utils.loading import read_config
+
     try:
         reasons = inexact(read_config(folder, folder))
     except Exception as error:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
-from ..analysis.figures import FORMATS
-from ..analysis.inspect import inspect_model
 from ..utils.validation import Count, Flag, Text
-from .settings import DataSettings, SettingsParser, WeightSettings, one_of
+from .settings import DataSettings, FigureFormat, SettingsParser, WeightSettings, check_files, check_models
 
 EXAMPLE = r"""
 example:
@@ -26,9 +22,7 @@ class InspectSettings(WeightSettings, DataSettings):
     label_column: Text | None = Field(None, title="NAME", description="column that holds the domains")
     output: Text = Field("routing", title="FOLDER", description="folder for tables and figures")
     html: Flag = Field(False, description="also write report.html, a page that explains itself")
-    figures: Annotated[Text, one_of(FORMATS)] = Field(
-        "png", title="|".join(FORMATS), description="format of the figures"
-    )
+    figures: FigureFormat = Field("png", description="format of the figures")
     expert_map: dict[str | int, list[int]] | None = Field(
         None, description='domain → experts, for compliance, e.g. {"code": [0, 1]}, or masks, {"code": [1, 1, 0, 0]}'
     )
@@ -57,5 +51,9 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: InspectSettings) -> None:
+    check_models(**{"--model": settings.model, "base": settings.base})
+    check_files(**{"--data": settings.data})
+    from ..analysis.inspect import inspect_model  # only now: these imports take seconds
+
     others = settings.model_dump(exclude={"model", "data", "output", "figures"})
     inspect_model(settings.model, settings.data, settings.output, suffix=f".{settings.figures}", **others)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from ..combine.held_out import MOST_ALONE, HeldOut
-from ..combine.mix import MixSettings, labels_of, mix
-from ..native.export import adapted_moe
-from ..native.folders import MoELoraFolder, open_folder
-from ..serving.vllm import check_served
+from ..combine.mix_settings import MOST_ALONE, MixSettings
 from ..utils.messages import InputError
-from .settings import SettingsParser
+from .settings import SettingsParser, check_files, check_models
+
+if TYPE_CHECKING:
+    from ..combine.held_out import HeldOut
 
 _GROUPS = {
     "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "always",
@@ -40,6 +40,10 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: MixSettings) -> None:
+    check_models(adapters=settings.adapters, models=settings.models, base=settings.base, add_to=settings.add_to)
+    check_files(**{"--data": settings.data, "--test-data": settings.test_data})
+    from ..combine.mix import labels_of, mix  # only now: these imports take seconds
+
     measured = mix(settings)
     if measured is None:
         print("not evaluated: give --data, some rows of each expert, to see whether it beats merging the experts")
@@ -81,6 +85,10 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
 
 def destinations(settings: MixSettings) -> list[str]:
     """Where a mixture can go, from what it really has."""
+    from ..native.export import adapted_moe
+    from ..native.folders import MoELoraFolder, open_folder
+    from ..serving.vllm import check_served
+
     output = settings.output
     if settings.models:
         return [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from ..pruning import Pruning, prune_experts
-from ..pruning.prune import MIN_LOAD
 from ..utils.validation import Count, Share, Text
-from .settings import DataSettings, SettingsParser
+from .settings import DataSettings, SettingsParser, check_files, check_models
+
+if TYPE_CHECKING:
+    from ..pruning import Pruning
 
 EXAMPLE = r"""
 example:
@@ -27,8 +30,7 @@ class PruneSettings(DataSettings):
     min_load: Share | None = Field(
         None,
         title="SHARE",
-        description="with --data, drop experts with a smaller share of their layer's assignments "
-        f"(default: {MIN_LOAD})",
+        description="with --data, drop experts with a smaller share of their layer's assignments (default: 0.01)",
     )
     merge_twins: Share | None = Field(
         None, title="COSINE", description="merge experts that are at least this much alike, e.g. 0.99"
@@ -59,6 +61,10 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: PruneSettings) -> None:
+    check_models(model=settings.model, base=settings.base)
+    check_files(data=settings.data)
+    from ..pruning import prune_experts  # only now: these imports take seconds
+
     others = settings.model_dump(exclude={"model", "output"})
     print_pruning(prune_experts(settings.model, settings.output, **others))
     print(settings.output)

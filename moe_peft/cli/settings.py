@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
@@ -49,6 +50,10 @@ def settings_of(kind: type) -> Any:
     return create_model(kind.__name__, __base__=Settings, **fields)
 
 
+# As `moe_peft.analysis.figures.FORMATS`.
+FigureFormat = Literal["png", "pdf", "svg"]
+
+
 # --- settings of several commands ------------------------------------------------------------------------------------
 
 
@@ -68,6 +73,42 @@ class DataSettings(Settings):
     batch_size: Count = Field(8, description="examples per forward pass")
     max_length: Count = Field(1024, description="maximum tokens per example")
     max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+def check_models(**sources: str | Sequence[str] | None) -> None:
+    """
+    Check that models and adapters, by the field that names them, are there. Only then are torch and others imported,
+    which takes seconds.
+    """
+    for field, names in sources.items():
+        for name in [names] if isinstance(names, str) else names or []:
+            if not Path(name).exists():
+                _check_on_hub(f"{field}={name!r}", name)
+
+
+def _check_on_hub(source: str, name: str) -> None:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        try:
+            hf_hub_download(name, "config.json")
+        except OSError:
+            hf_hub_download(name, "adapter_config.json")
+    except (OSError, ValueError) as error:  # no such file or repository, no hub to be reached, or not a name on the hub
+        raise InputError(
+            f"{source}: neither a model folder nor a model on a reachable hub: {one_line(error)}"
+        ) from error
+
+
+def check_files(**sources: str | Sequence[str] | None) -> None:
+    """The same for data: files are there. What may be a folder or a dataset's name is left to `datasets`."""
+    for field, names in sources.items():
+        for name in [names] if isinstance(names, str) else names or []:
+            if Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet") and not Path(name).is_file():
+                raise InputError(f"{field}={name!r}: no such file")
 
 
 # --- the parser ------------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ..training.trainers import MoESFTConfig, MoESFTTrainer
-from .arguments import USUAL as USUAL
-from .arguments import Options, TrainingParser
-from .training import train_or_plan
+from typing import TYPE_CHECKING, Any
+
+from .usual_options import USUAL as USUAL
+from .usual_options import UsualOptions
+
+if TYPE_CHECKING:
+    from .arguments import Options, TrainingParser
 
 ADAPTER_RATE = 2e-4  # ten times TRL's default, which is for all weights
 EXAMPLE = r"""
@@ -16,13 +19,30 @@ example:
 """
 
 
-def parser(prog: str) -> TrainingParser:
-    description = "Fine-tune a MoE-LoRA adapter, or a native MoE. All options may be keys of a YAML file (--config)."
-    parser = TrainingParser(MoESFTConfig, prog=prog, description=description, epilog=EXAMPLE)
+def parser(prog: str) -> UsualOptions:
+    return UsualOptions(
+        complete_parser,
+        f"{ADAPTER_RATE:g} for an adapter, 2e-05 for all weights",
+        labels=True,
+        more={},
+        prog=prog,
+        description="Fine-tune a MoE-LoRA adapter, or a native MoE. All options may be keys of a YAML file (--config).",
+        epilog=EXAMPLE,
+    )
+
+
+def complete_parser(**kwargs: Any) -> TrainingParser:
+    from ..training.trainers import MoESFTConfig  # only now: these imports take seconds
+    from .arguments import TrainingParser
+
+    parser = TrainingParser(MoESFTConfig, **kwargs)
     rate = parser.actions["learning_rate"]
     rate.help = f"The learning rate (default: {ADAPTER_RATE:g} for an adapter, {rate.default:g} for all weights)."
     return parser
 
 
 def run(options: Options) -> None:
+    from ..training.trainers import MoESFTTrainer
+    from .training import train_or_plan
+
     train_or_plan(options, MoESFTTrainer, adapter_rate=ADAPTER_RATE)

@@ -7,12 +7,10 @@ from typing import Any
 
 from pydantic import Field
 
-from ..models.gate_init import GATE_INITS
-from ..native import UpcycleConfig, upcycle
-from ..utils.loading import read_tokenizer
+from ..native.upcycle_config import UpcycleConfig
 from ..utils.messages import InputError, install
 from ..utils.validation import Count, Text, Texts
-from .settings import SettingsParser, settings_of
+from .settings import SettingsParser, check_files, check_models, settings_of
 
 # What the short help lists.
 USUAL = (
@@ -53,13 +51,19 @@ def parser(prog: str) -> SettingsParser:
 
 def run(settings: UpcycleSettings) -> None:
     given: Any = settings
-    config = UpcycleConfig(**{name: getattr(given, name) for name in _CONFIG})
-    if config.router_init in GATE_INITS:
-        raise InputError(f"router_init={config.router_init!r}: needs texts for each expert; use moe-peft mix --models")
-    if (settings.calibration is None) == (config.router_init == "attention"):
+    if (settings.calibration is None) == (given.router_init == "attention"):
         raise InputError(f"calibration={settings.calibration!r}: goes with router_init='attention'")
     if settings.calibration_examples is not None and settings.calibration is None:
         raise InputError(f"calibration_examples={settings.calibration_examples}: goes with calibration")
+    check_models(model=settings.model)
+    check_files(**{"--calibration": settings.calibration})
+    # Only now: these imports take seconds.
+    from ..models.gate_init import GATE_INITS
+    from ..native import upcycle
+
+    config = UpcycleConfig(**{name: getattr(given, name) for name in _CONFIG})
+    if config.router_init in GATE_INITS:
+        raise InputError(f"router_init={config.router_init!r}: needs texts for each expert; use moe-peft mix --models")
     batches = None if settings.calibration is None else _batches(settings)
     print(upcycle(settings.model, settings.output, config, calibration=batches))
 
@@ -68,6 +72,7 @@ def _batches(settings: Any) -> list[dict[str, Any]]:
     try:
         from ..training.data import check_rows, load_data
         from ..training.preparation import calibration_batches
+        from ..utils.loading import read_tokenizer
     except ImportError as error:
         raise InputError(f"{error}; install the training extra: {install('train')}") from error
     data = load_data(settings.calibration, "--calibration", None)

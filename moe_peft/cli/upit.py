@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
-from ..training.estimate import STRATEGIES, planned_launch
 from ..upit.methods import METHODS
-from ..upit.pipeline import UpIT
-from ..upit.plan import print_plan
-from ..upit.recipe import load_recipe
-from ..upit.summary import print_summary
-from ..upit.sweep import print_sweep, sweep
-from ..utils.distributed import leave_processes
 from ..utils.messages import InputError
-from ..utils.validation import Flag, Integer, Settings, Text
-from .settings import SettingsParser, one_of
+from ..utils.validation import Flag, Integer, Settings, Text, read_settings
+from .settings import SettingsParser, check_files, check_models
 
 EXAMPLE = r"""
 example:
@@ -39,8 +30,8 @@ class UpitSettings(Settings):
     dry_run: Flag = Field(False, description="print the plan and stop")
     time: Flag = Field(False, description="with --dry-run: time a few steps of each stage")
     processes: Integer | None = Field(None, description="with --dry-run: plan for this many processes")
-    strategy: Annotated[Text, one_of(STRATEGIES)] | None = Field(
-        None, title="|".join(STRATEGIES), description="with --dry-run: what shards the state among processes"
+    strategy: Text | None = Field(
+        None, title="ddp|zero2|zero3|fsdp2", description="with --dry-run: what shards the state among processes"
     )
     redo: Flag = Field(False, description="redo finished stages that no longer fit the recipe")
 
@@ -55,7 +46,27 @@ def parser(prog: str) -> SettingsParser:
     )
 
 
+def _check_paths(settings: UpitSettings) -> None:
+    """Whether model and data of the recipe are there; all else, and what --set may name, is left to `load_recipe`."""
+    sections = read_settings(settings.config)
+    for check, section, field in ((check_models, "model", "name_or_path"), (check_files, "data", "train")):
+        values, path = sections.get(section), f"{section}.{field}"
+        value = values.get(field) if isinstance(values, dict) else None
+        if isinstance(value, str) and not any(each.startswith(section) for each in settings.set + settings.sweep):
+            check(**{path: value})
+
+
 def run(settings: UpitSettings) -> None:
+    _check_paths(settings)
+    # Only now: these imports take seconds.
+    from ..training.estimate import planned_launch
+    from ..upit.pipeline import UpIT
+    from ..upit.plan import print_plan
+    from ..upit.recipe import load_recipe
+    from ..upit.summary import print_summary
+    from ..upit.sweep import print_sweep, sweep
+    from ..utils.distributed import leave_processes
+
     launch = planned_launch(settings.processes, settings.strategy, settings.dry_run, settings.time)
     if settings.sweep:
         if settings.dry_run:

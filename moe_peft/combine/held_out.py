@@ -21,11 +21,11 @@ from ..models.introspection import observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
+from .mix_settings import MOST_ALONE
 from .request_gate import BASE, RequestGate
 
 Measure = dict[str, float]  # by label, and "mean" over labels
 OWN, PICKED = "each its own", "picked by its request"
-MOST_ALONE = 8  # experts that are measured alone, each on all rows
 
 
 @dataclass(frozen=True)

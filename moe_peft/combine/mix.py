@@ -9,11 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset
-from pydantic import Field, model_validator
 from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
@@ -43,136 +42,14 @@ from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
-from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
 from .experts import put_expert
-from .held_out import MOST_ALONE, HeldOut, Parts, score, score_mixture
+from .held_out import HeldOut, Parts, score, score_mixture
+from .mix_settings import MOST_ALONE, OURS, MixSettings
 from .request_gate import BASE, Request, RequestGate, lines_of, neutral_requests, request_of, request_text
 from .request_gate import FILE as REQUEST_GATE
 
 REPORT = "mix.json"
-OURS = "ours"
 logger = logging.getLogger("moe_peft")
-
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
-class Prompts(Settings):
-    """What an expert is for, and what it is not for."""
-
-    positive: Texts
-    negative: list[Text] = Field([])
-
-
-class MixSettings(Settings):
-    """The options of `moe-peft mix`, as flags and in a YAML file."""
-
-    output: Text = Field(title="FOLDER", description="folder for the mixture; new or empty")
-    adapters: Texts | None = Field(None, title="PATH", description="LoRA adapters: folders, or names on the hub")
-    models: Texts | None = Field(None, title="PATH", description="dense models of one architecture, for a native MoE")
-    base: Text | None = Field(
-        None, title="PATH", description="the adapters' base; default: the one that the first names"
-    )
-    gates: Text = Field("ridge", title="NAME", description="ridge, prompts, arrow, or one of a plugin's")
-    labels: Texts | None = Field(
-        None, title="NAME", description="names of the experts; default: those of their folders"
-    )
-    data: Texts | None = Field(
-        None, title="FILE", description="calibration texts: one file with --label-column, or one per expert"
-    )
-    label_column: Text | None = Field(None, title="NAME", description="column of --data that holds the experts' names")
-    test_data: Texts | None = Field(
-        None, title="FILE", description="held-out rows, like --data; default: rows of --data left over"
-    )
-    prompts: dict[Text, Prompts] | None = Field(
-        None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
-    )
-    neutral: Text | None = Field(
-        None, title="FILE", description="general requests, one a line, which no expert is meant for: the base becomes "
-        f"one of the experts, and answers them; {OURS!r}: ours"
-    )  # fmt: skip
-    system: Text | None = Field(
-        None, title="TEXT", description="system prompt of the service, with which chats are read"
-    )
-    always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
-    calibration_examples: Count | None = Field(
-        None, description="calibration rows of each expert; default: 256, and at most 8192 in all"
-    )
-    test_examples: Count | None = Field(
-        None, description="held-out rows of each expert; default: 64, and at most 1024 in all"
-    )
-    top_k: Count | None = Field(
-        None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
-    )
-    attention: Literal["route", "mean"] | None = Field(
-        None,
-        description="what LoRAs on attention become: route (default), experts with a router for each linear; or mean, "
-        "one LoRA, their exact mean, which can be exported",
-    )
-    mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
-    add_to: Text | None = Field(
-        None, title="PATH", description="a MoE-LoRA adapter that the one in --adapters becomes an expert of"
-    )
-    replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
-    keep_sums: Flag | None = Field(
-        None,
-        description="keep the sums of gates=ridge by expert beside the mixture, so that one can join, be replaced or "
-        "leave with only its own texts; default: up to 256 MB",
-    )
-    max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
-    batch_size: Count = Field(8, description="examples per forward pass")
-    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
-    seed: Seed = Field(0, description="seed of the draw of examples")
-
-    @model_validator(mode="after")
-    def _check(self) -> MixSettings:
-        way, least = find_gate_init(self.gates), 1 if self.add_to else 2
-        rules: list[tuple[Any, str]] = [
-            ((self.adapters is None) == (self.models is None), "adapters, models: give one of the two"),
-            (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
-            (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
-            (
-                self.add_to and len(self.adapters or []) != 1,
-                f"adapters={self.adapters}: only one can join add_to at a time",
-            ),
-            (
-                self.add_to and (self.top_k or self.mixing or self.attention),
-                "top_k, mixing, attention: are those of add_to; leave them out",
-            ),
-            (
-                self.models and (self.base or self.mixing or self.attention),
-                "base, mixing, attention: are for adapters; leave them out",
-            ),
-            (
-                self.models and not (way.needs_texts and way.router_type == "linear"),
-                f"gates={self.gates!r}: are for LoRA adapters; use ridge or prompts with models",
-            ),
-            (
-                way.needs_texts and not (self.data or self.prompts),
-                f"gates={self.gates!r}: need texts for each expert; give data (or prompts), or gates=arrow",
-            ),
-            (self.prompts and not way.needs_texts, f"prompts: gates={self.gates!r} read no texts; leave them out"),
-            (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
-            (self.keep_sums and self.gates != "ridge", f"keep_sums: gates={self.gates!r} have none; leave it out"),
-            (
-                self.neutral and (self.models or self.add_to or not way.needs_texts),
-                "neutral: is for new mixtures of adapters whose gates read texts; leave it out",
-            ),
-            (self.always and (self.models or self.add_to), "always: is for new mixtures of adapters; leave it out"),
-            (
-                self.neutral and self.attention == "mean",
-                "neutral: with attention=mean, the mean of LoRAs on attention serves every token; use attention=route",
-            ),
-        ]
-        for name in ("data", "test_data"):
-            files = getattr(self, name) or []
-            wrong = bool(files) and (len(files) == 1) == (self.label_column is None)
-            wrong = wrong and not (self.add_to and len(files) == 1)  # it is the new expert's
-            rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
-        for wrong, message in rules:
-            if wrong:
-                raise InputError(message)
-        return self
-
 
 # --- texts -----------------------------------------------------------------------------------------------------------
 
@@ -359,8 +236,22 @@ def mix(settings: MixSettings) -> HeldOut | None:
     Returns:
         what it gives on held-out rows; None without any.
     """
+    _check_gates(settings)
     labels = labels_of(settings)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
+
+
+def _check_gates(settings: MixSettings) -> None:
+    """Raise if what is given is not what the gates are made of."""
+    gates, way = settings.gates, find_gate_init(settings.gates)
+    if settings.models and not (way.needs_texts and way.router_type == "linear"):
+        raise InputError(f"gates={gates!r}: are for LoRA adapters; use ridge or prompts with models")
+    if way.needs_texts and not (settings.data or settings.prompts):
+        raise InputError(f"gates={gates!r}: need texts for each expert; give data (or prompts), or gates=arrow")
+    if settings.prompts and not way.needs_texts:
+        raise InputError(f"prompts: gates={gates!r} read no texts; leave them out")
+    if settings.neutral and not way.needs_texts:
+        raise InputError(f"neutral={settings.neutral!r}: gates={gates!r} read no texts; leave it out")
 
 
 def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:

@@ -1,7 +1,5 @@
 """Evaluation on tasks of lm-evaluation-harness: complete models, forced and masked experts."""
 
-from .evaluator import evaluate_model
-from .harness import Harness, TaskSettings
-from .results import Score, read_scores
+from ..utils.lazy_imports import lazy_exports
 
-__all__ = ["Harness", "Score", "TaskSettings", "evaluate_model", "read_scores"]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,9 +1,5 @@
 """Native MoE checkpoints for transformers: dense models upcycled, trained adapters exported."""
 
-from .expert_init import ExpertInit
-from .export import export_adapter, verify_export
-from .gguf import export_gguf
-from .router_files import load_routers
-from .upcycle import UpcycleConfig, upcycle
+from ..utils.lazy_imports import lazy_exports
 
-__all__ = ["ExpertInit", "UpcycleConfig", "export_adapter", "export_gguf", "load_routers", "upcycle", "verify_export"]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -11,12 +11,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-RouterInit = Literal["normal", "uniform", "zeros", "given", "attention"]
-Split = Literal["partition", "independent"]
+from .upcycle_config import INITIALISATION_READS as INITIALISATION_READS
+from .upcycle_config import RouterInit
 
 
 class FFN(NamedTuple):
@@ -189,24 +189,4 @@ INITIALISATIONS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator]
     "checkpoints": _copy,
     "random": _random,
     "scratch": _random,
-}
-# The settings of `ExpertInit` that each reads. An initialization that is not named here may read any.
-INITIALISATION_READS: dict[str, tuple[str, ...]] = {
-    "copy": (),
-    "noise": ("noise_scale",),
-    "random_noise": ("noise_std", "noise_share"),
-    "subset": (),
-    "permute": (),
-    "permute_columns": (),
-    "drop": ("drop_rate", "shared_indices"),
-    "checkpoints": (),
-    "random": ("noise_std",),
-    "scratch": ("noise_std",),
-}
-ROUTER_READS: dict[str, tuple[str, ...]] = {
-    "normal": ("router_init_std",),
-    "uniform": ("router_init_std",),
-    "zeros": (),
-    "given": ("router_weights",),
-    "attention": ("router_num_heads",),
 }

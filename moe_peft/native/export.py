@@ -20,13 +20,13 @@ from ..adapter.config import TOKEN_ROWS, MoELoraConfig, name_in_base, trained_to
 from ..adapter.experts import EXPERTS, Experts
 from ..models.introspection import NAMES_FIELD
 from ..routing.routers import make_router
-from ..utils.io import reading
+from ..utils.io import parse_size, reading
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError
 from .expert_init import FFN, zero_ffn
 from .families import DENSE_BLOCK
 from .folders import DenseFolder, MoELoraFolder, NativeFolder, expect, open_folder
-from .model_folder import EMBEDDINGS, HEAD, parse_dtype, parse_size, write_moe
+from .model_folder import EMBEDDINGS, HEAD, parse_dtype, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
 
 # --- export ----------------------------------------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
-
-from .export import export_adapter
-from .gguf import TYPES, export_gguf
+from typing import Any, NamedTuple
 
 
 class Format(NamedTuple):
@@ -31,10 +29,23 @@ class Format(NamedTuple):
     reads: Collection[str] = ()
 
 
+def _lazy(name: str, module: str) -> Callable[..., Path]:
+    """A function of this package, imported when it is called: `--help` needs no torch."""
+
+    def export(*args: Any, **kwargs: Any) -> Path:
+        return getattr(import_module(module, __package__), name)(*args, **kwargs)
+
+    return export
+
+
+# dtype of a GGUF file → its name there.
+GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 FORMATS = {
     "safetensors": Format(
-        export_adapter, "a folder for transformers", ("float32", "bfloat16", "float16"),
+        _lazy("export_adapter", ".export"), "a folder for transformers", ("float32", "bfloat16", "float16"),
         reads=("max_shard_size", "verify"),
     ),
-    "gguf": Format(export_gguf, "a file for llama.cpp", TYPES, extra="gguf", reads=("model",)),
+    "gguf": Format(
+        _lazy("export_gguf", ".gguf"), "a file for llama.cpp", GGUF_TYPES, extra="gguf", reads=("model",)
+    ),
 }  # fmt: skip

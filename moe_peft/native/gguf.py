@@ -30,12 +30,11 @@ from .expert_init import FFN
 from .export import adapted_moe
 from .families import Content, MoEFamily
 from .folders import MoELoraFolder, NativeFolder, WholeModel, expect, open_folder
+from .formats import GGUF_TYPES
 from .model_folder import EMBEDDINGS, GENERATION_CONFIG, HEAD
 from .moe_config import backbone_shapes
 
 logger = logging.getLogger(__name__)
-
-TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
 
 def export_gguf(
@@ -76,8 +75,8 @@ def export_gguf(
         from gguf.quants import quantize
     except ImportError as error:
         raise InputError(f"{error}; install the extra: {install('gguf')}") from error
-    if dtype is not None and dtype not in TYPES:
-        raise InputError(choice_error("dtype", dtype, TYPES))
+    if dtype is not None and dtype not in GGUF_TYPES:
+        raise InputError(choice_error("dtype", dtype, GGUF_TYPES))
     output = Path(output).expanduser()
     if output.exists():
         raise InputError(f"output={str(output)!r}: already exists; choose another")
@@ -105,7 +104,7 @@ def export_gguf(
         tensors, kinds = list(moe.tensors()), []
         for tensor in tensors:
             is_small = len(tensor.shape) == 1 or "_inp" in tensor.name  # norms, biases and gates
-            kind = GGMLQuantizationType["F32" if is_small else TYPES[dtype]]
+            kind = GGMLQuantizationType["F32" if is_small else GGUF_TYPES[dtype]]
             if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:  # q8_0 has blocks of 32
                 kind = GGMLQuantizationType.BF16
             block, size = GGML_QUANT_SIZES[kind]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ COMPANIONS = (GENERATION_CONFIG, *_TOKENIZER, *TERMS)
 
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints hold it, and models compute it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def write_moe(
@@ -129,18 +127,6 @@ def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> 
         if rope.get("rope_type", "default") != "default":
             values["rope_scaling"] = rope
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def parse_size(size: str) -> int:
-    """
-    Bytes of `"5GB"` or `"200MB"`; units in either case (accelerate's parser takes "5gb" for gigabits). A bare number is
-    bytes, at least a million: `"5"` does not mean five.
-    """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMG]B|)", size.upper())
-    count = int(float(match[1]) * _UNITS[match[2]]) if match and len(size) < 20 else 0
-    if count < (1 if match and match[2] else 10**6):
-        raise InputError(f"max_shard_size={size!r}: give a number above 0 with KB, MB or GB")
-    return count
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -1,20 +1,5 @@
 """UpIT: checkpoints of ordinary fine-tuning become the experts of a Mixture-of-Experts (arXiv 2410.01610)."""
 
-from .expand import expand_experts
-from .pipeline import UpIT
-from .post_train import post_train
-from .prepare import prepare_experts
-from .recipe import load_recipe, recipe_from_dict
-from .recipe_rules import Recipe
-from .router_init import init_routers
+from ..utils.lazy_imports import lazy_exports
 
-__all__ = [
-    "Recipe",
-    "UpIT",
-    "expand_experts",
-    "init_routers",
-    "load_recipe",
-    "post_train",
-    "prepare_experts",
-    "recipe_from_dict",
-]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

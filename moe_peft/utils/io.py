@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -175,6 +176,21 @@ def hash_file(path: str | os.PathLike) -> str:
     """The SHA-256 of a file's content."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(size: str) -> int:
+    """
+    Bytes of `"5GB"` or `"200MB"`; units in either case (accelerate's parser takes "5gb" for gigabits). A bare number is
+    bytes, at least a million: `"5"` does not mean five.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMG]B|)", size.upper())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match and len(size) < 20 else 0
+    if count < (1 if match and match[2] else 10**6):
+        raise InputError(f"max_shard_size={size!r}: give a number above 0 with KB, MB or GB")
+    return count
 
 
 def link_weights(source: str, target: str) -> None:

@@ -27,6 +27,14 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         setattr(sys.modules[package], name, value)
         return value
 
+    class Package(ModuleType):
+        """A function hides the module of its name, in whatever order the two are imported."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in modules or not isinstance(value, ModuleType):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Package
     return __getattr__, lambda: sorted(modules), sorted(modules)
 
 

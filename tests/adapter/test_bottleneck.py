@@ -30,6 +30,7 @@ from moe_peft.analysis import record_routing
 from moe_peft.models.layer import router_parameters
 from moe_peft.native import export_adapter
 from tests.helpers.balance import layer_balancing_loss
+from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import EXACT, HALF, SINGLE, RecordedDropout, add_adapter, ffn_layer, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
@@ -66,11 +67,17 @@ def logits(model: nn.Module) -> torch.Tensor:
 # --- against the loops ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
-@pytest.mark.parametrize("n, k", [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)])
-@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "probabilities"])
-@pytest.mark.parametrize("kind", ["gated", "gated_bias", "fused", "plain", "conv1d"])
-def test_output_and_gradients_are_the_loops_in_float64(kind, normalize, n, k, method):
+@pytest.mark.parametrize(
+    "kind, normalize, sizes, method",
+    pairs(
+        ["gated", "gated_bias", "fused", "plain", "conv1d"],
+        [True, False],
+        [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)],
+        ["dense", "blocks", "gather", "dense-blocks"],
+    ),
+)
+def test_output_and_gradients_are_the_loops_in_float64(kind, normalize, sizes, method):
+    n, k = sizes
     settings = {"num_experts": n, "top_k": k, "normalize_top_k": normalize, **BOTTLENECK, "bottleneck_size": 3}
     layer = ffn_layer(kind, torch.float64, **settings)
     x, d_output = tensors(2, 5, dtype=torch.float64)

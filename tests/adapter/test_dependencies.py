@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # What the extras bring. Packages that PEFT or transformers need themselves are not ours to leave out.
 OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "lm_eval", "deepspeed")
 
@@ -47,6 +49,7 @@ upcycle("base", "upcycled", UpcycleConfig(num_experts=4, init="drop"))
 """
 
 
+@pytest.mark.slow
 def test_the_plain_adapter_needs_no_extra(tmp_path: Path):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", SCRIPT]

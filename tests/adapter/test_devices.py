@@ -69,9 +69,8 @@ def trace(model: torch.nn.Module, tokens: int, train: bool) -> Trace:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_experts, r", [(8, 8), (64, 16)])  # narrow and wide
+@pytest.mark.parametrize("num_experts, r, mixing", [(8, 8, "output"), (64, 16, "projection")])  # narrow and wide
 @pytest.mark.parametrize("expert_type", EXPERTS)
-@pytest.mark.parametrize("mixing", ["output", "projection"])
 def test_no_kind_of_experts_waits_for_the_device(mixing, expert_type, num_experts, r, kind, gpu):
     gpu(kind)
     settings = {"expert_type": expert_type, "num_experts": num_experts, "r": r, "lora_dropout": 0.1}

@@ -19,6 +19,7 @@ from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
 from moe_peft.models.layer import router_parameters
 from moe_peft.models.model_size import expert_similarity, model_size
 from moe_peft.native import export_adapter
+from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import (
     EXACT,
     HALF,
@@ -28,7 +29,6 @@ from tests.helpers.expert_layers import (
     ffn_layer,
     linear_layer,
     mixings,
-    normalized,
     tensors,
 )
 from tests.helpers.models import tiny_llama
@@ -56,12 +56,18 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
-@pytest.mark.parametrize("n, k", [(1, 1), (2, 1), (5, 2), (16, 3)])
-@mixings
-@normalized
-@pytest.mark.parametrize("kind", ["gated", "gated_bias", "fused", "plain", "conv1d"])
-def test_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, n, k, method):
+@pytest.mark.parametrize(
+    "kind, normalize_top_k, mixing, sizes, method",
+    pairs(
+        ["gated", "gated_bias", "fused", "plain", "conv1d"],
+        [True, False],
+        ["output", "projection"],
+        [(1, 1), (2, 1), (5, 2), (16, 3)],
+        ["dense", "blocks", "gather", "dense-blocks"],
+    ),
+)
+def test_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, sizes, method):
+    n, k = sizes
     settings = {"num_experts": n, "top_k": k, "r": 3, "mixing": mixing, "normalize_top_k": normalize_top_k, **HYDRA}
     layer = ffn_layer(kind, torch.float64, **settings)
     assert all(len(A) == 1 for A in layer.expert_parameters("default")[0].values())
@@ -125,8 +131,8 @@ def test_updates_of_active_adapters_of_two_kinds_add_up_before_a_bottleneck(mixi
     assert_same(run(layer, x, d_output), reference(layer, x, d_output, names), EXACT)
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "gather"])
-@mixings
+@pytest.mark.slow
+@pytest.mark.parametrize(("mixing", "method"), [("output", "auto"), ("projection", "gather")])
 def test_a_compiled_layer_has_no_graph_break_and_the_same_output_and_gradients(mixing, method):
     layer = ffn_layer("gated_bias", mixing=mixing, **HYDRA)
     x, d_output = tensors(24)

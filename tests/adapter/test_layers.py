@@ -22,7 +22,7 @@ from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gathe
 from moe_peft.adapter.dispatch_choice import choose_method
 from moe_peft.adapter.ffn_layout import find_layout
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
-from tests.helpers.covering import triples
+from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import (
     EXACT,
     FFNS,
@@ -37,7 +37,6 @@ from tests.helpers.expert_layers import (
     ffn_layer,
     linear_layer,
     mixings,
-    normalized,
     tensors,
 )
 from tests.helpers.models import tiny_llama
@@ -57,7 +56,7 @@ def projections_of(kind: str, subset: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind, normalize_top_k, mixing, sizes, method",
-    triples(
+    pairs(
         FFNS, [True, False], ["output", "projection"],
         [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)],
         ["dense", "blocks", "gather", "dense-blocks"],
@@ -72,14 +71,17 @@ def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
-@pytest.mark.parametrize("mixing, normalize_top_k", [("output", True), ("output", False), ("projection", False)])
 @pytest.mark.parametrize(
-    "kind, subset",
-    [(kind, subset) for kind in FFNS for subset in ("down", "up")]
-    + [(kind, subset) for kind in ("gated", "gated_bias") for subset in ("gate", "gate+up")],
+    "part, mixed, method",
+    pairs(
+        [(kind, subset) for kind in FFNS for subset in ("down", "up")]
+        + [(kind, subset) for kind in ("gated", "gated_bias") for subset in ("gate", "gate+up")],
+        [("output", True), ("output", False), ("projection", False)],
+        ["dense", "blocks", "gather", "dense-blocks"],
+    ),
 )
-def test_experts_on_some_projections_are_the_loops_in_float64(kind, subset, mixing, normalize_top_k, method):
+def test_experts_on_some_projections_are_the_loops_in_float64(part, mixed, method):
+    (kind, subset), (mixing, normalize_top_k) = part, mixed
     projections = projections_of(kind, subset)
     layer = ffn_layer(
         kind, torch.float64, mixing=mixing, normalize_top_k=normalize_top_k, target_projections=projections
@@ -92,7 +94,7 @@ def test_experts_on_some_projections_are_the_loops_in_float64(kind, subset, mixi
 
 @pytest.mark.parametrize(
     "kind, normalize_top_k, mixing, sizes, method",
-    triples(
+    pairs(
         FFNS, [True, False], ["output", "projection"],
         [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)],  # 16·12 columns: not all at once
         ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"],
@@ -205,10 +207,15 @@ def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
-@pytest.mark.parametrize("tokens, k", [(33, 1), (35, 2), (67, 3), (70, 3)])
-@mixings
-def test_any_number_of_tokens_trains(mixing, tokens, k, method):
+@pytest.mark.parametrize(
+    "mixing, size, method",
+    pairs(
+        ["output", "projection"], [(33, 1), (35, 2), (67, 3), (70, 3)],
+        ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"],
+    ),
+)  # fmt: skip
+def test_any_number_of_tokens_trains(mixing, size, method):
+    tokens, k = size
     # The number of pairs is not a multiple of 16 bytes, which grouped products want of a row.
     layer = ffn_layer(num_experts=2 if k < 3 else 4, top_k=k, mixing=mixing)
     x, d_output = tensors(tokens)
@@ -241,10 +248,13 @@ def test_linears_of_any_width_train(out, n, r):
 CAPABILITIES = {(7, 5): "T4", (8, 0): "A100", (8, 9): "4090", (9, 0): "H100", (10, 0): "B200", (12, 0): "5090"}
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta", "mps", "xpu", "hip", "cuda without a GPU", *CAPABILITIES])
-@pytest.mark.parametrize("mixes_outputs", [True, False])
-@pytest.mark.parametrize("n", [2, 5, 64])
-@pytest.mark.parametrize("tokens", [1, 4, 5, 32, 33, 65536])
+@pytest.mark.parametrize(
+    "tokens, n, mixes_outputs, device",
+    pairs(
+        [1, 4, 5, 32, 33, 65536], [2, 5, 64], [True, False],
+        ["cpu", "meta", "mps", "xpu", "hip", "cuda without a GPU", *CAPABILITIES],
+    ),
+)  # fmt: skip
 def test_grouped_products_are_chosen_only_where_there_is_a_kernel(tokens, n, mixes_outputs, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device in CAPABILITIES or device == "hip")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0) if device == "hip" else device)
@@ -367,11 +377,15 @@ def test_a_linear_with_one_expert_equals_peft_lora():
     assert_close(ours.gradients[B][0], peft.gradients["lora_B.default.weight"].T, 1e-6)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
-@pytest.mark.parametrize("n, k, r", [(2, 1, 4), (5, 3, 4), (16, 2, 12)])
-@normalized
-@mixings
-def test_a_linear_with_experts_mixes_their_updates_whatever_the_mixing(mixing, normalize_top_k, n, k, r, method):
+@pytest.mark.parametrize(
+    "mixing, normalize_top_k, sizes, method",
+    pairs(
+        ["output", "projection"], [True, False], [(2, 1, 4), (5, 3, 4), (16, 2, 12)],
+        ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"],
+    ),
+)  # fmt: skip
+def test_a_linear_with_experts_mixes_their_updates_whatever_the_mixing(mixing, normalize_top_k, sizes, method):
+    n, k, r = sizes
     layer = linear_layer(20, num_experts=n, top_k=k, r=r, mixing=mixing, normalize_top_k=normalize_top_k)
     x, d_output = tensors(8, out=20)
     with pin_dispatch(method):
@@ -688,11 +702,12 @@ class ReturningLinear(nn.Linear):
         return super().forward(x).to(x.dtype)
 
 
-@pytest.mark.parametrize("n, r", [(1, 8), (4, 8), (16, 12)])
-@pytest.mark.parametrize("returning", ["inputs", "down", "all"])
-@pytest.mark.parametrize("tokens", [2, 96])
-@mixings
-def test_autocast_over_linears_that_give_back_their_inputs_dtype(mixing, tokens, returning, n, r):
+@pytest.mark.parametrize(
+    "mixing, tokens, returning, size",
+    pairs(["output", "projection"], [2, 96], ["inputs", "down", "all"], [(1, 8), (4, 8), (16, 12)]),
+)
+def test_autocast_over_linears_that_give_back_their_inputs_dtype(mixing, tokens, returning, size):
+    n, r = size
     layer = ffn_layer("gated_bias", mixing=mixing, num_experts=n, r=r, normalize_top_k=False)
     layouts = {"inputs": layer.layout.inputs, "down": [layer.layout.down], "all": layer.layout.projections}
     for name in layouts[returning]:

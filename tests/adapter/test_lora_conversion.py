@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
 from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.warm import run_module
 
 FFN = ["gate_proj", "up_proj", "down_proj"]
 IDS = torch.arange(3, 27).view(2, 12)
@@ -112,7 +111,8 @@ base = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
 model = PeftModel.from_pretrained(base, {str(tmp_path / "out")!r}).eval()
 torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    (tmp_path / "plain.py").write_text(script)
+    assert run_module("plain", cwd=tmp_path).returncode == 0
     assert_close_to_scale(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, pin_dispatch, prune_experts
 from moe_peft.models.model_size import model_size
 from moe_peft.native import export_adapter
+from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import (
     EXACT,
     RecordedDropout,
@@ -20,7 +21,6 @@ from tests.helpers.expert_layers import (
     ffn_layer,
     linear_layer,
     mixings,
-    normalized,
     tensors,
 )
 from tests.helpers.models import tiny_llama
@@ -28,12 +28,15 @@ from tests.helpers.native_case import adapter, dense_model, logits, saved
 from tests.helpers.reference import assert_same, reference, run
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks"])
-@pytest.mark.parametrize("m, more", [(1, {}), (2, {"expert_type": "hydra_lora"}), (1, {"use_rslora": True})], ids=str)
-@mixings
-@normalized
-@pytest.mark.parametrize("kind", ["gated_bias", "fused", "conv1d"])
-def test_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, m, more, method):
+@pytest.mark.parametrize(
+    "kind, normalize_top_k, mixing, shared, method",
+    pairs(
+        ["gated_bias", "fused", "conv1d"], [True, False], ["output", "projection"],
+        [(1, {}), (2, {"expert_type": "hydra_lora"}), (1, {"use_rslora": True})], ["dense", "blocks"],
+    ),
+)  # fmt: skip
+def test_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, shared, method):
+    m, more = shared
     settings = {"num_experts": 5, "r": 3, "mixing": mixing, "normalize_top_k": normalize_top_k, **more}
     layer = ffn_layer(kind, torch.float64, num_shared_experts=m, **settings)
     assert {tuple(A.shape[:2]) for A in layer.shared_parameters("default")[0].values()} == {(1, m * 3)}

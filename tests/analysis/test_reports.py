@@ -264,7 +264,7 @@ def inspect(folder, *options, expert_map=EXPERTS):
 def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_path, capsys):
     (tmp_path / name).write_text('{"shares": "mine"}')
     with pytest.raises(SystemExit) as end:
-        main(["inspect", "--model", str(tmp_path / "nowhere"), "--data", "none.jsonl", "--output", str(tmp_path)])
+        main(["inspect", "--model", str(tmp_path), "--data", "none", "--output", str(tmp_path)])
     assert end.value.code == 2
     assert f"output_dir={str(tmp_path)!r}: is not empty; choose another" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"folder=.*: is not empty; choose another"):

@@ -174,7 +174,7 @@ def test_settings_reach_the_conversation(talk, monkeypatch):
     ("flags", "line"),
     [
         (("--temperature", "-1"), "temperature=-1"),
-        (("--base", "nowhere"), "base='nowhere': is for an adapter"),
+        (("--base", "."), "base='.': is for an adapter"),
         (("--load-in-4bit", "--quantization", '{"load_in_3bit": true}'), "load_in_3bit: unknown key"),
     ],
 )

@@ -187,8 +187,8 @@ def test_settings_of_a_page_that_cannot_be_are_one_line(flags, line, folder, mon
 
 def test_the_space_serves_what_its_variables_say(folder, monkeypatch):
     served = []
-    monkeypatch.setattr("moe_peft.cli.chat.import_gradio", lambda: None)
-    monkeypatch.setattr("moe_peft.cli.chat.serve", lambda *given: served.append(given))
+    monkeypatch.setattr("moe_peft.chat.web.import_gradio", lambda: None)
+    monkeypatch.setattr("moe_peft.chat.web.serve", lambda *given: served.append(given))
     monkeypatch.delenv("MODEL", raising=False)
     with pytest.raises(SystemExit, match="MODEL: set this variable"):
         runpy.run_path(str(SPACE / "app.py"))

@@ -66,13 +66,19 @@ def to_eight_bits(state):
     state |= {name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items() if ".mlp." in name}
 
 
+def in_turn(commands, **cases):
+    """Each damage, with one of the commands and the folder that it reads."""
+    return [(*commands[i % len(commands)], name, *case) for i, (name, case) in enumerate(cases.items())]
+
+
 # Of UpIT, its first stage reads the weights. The run's folder has been made by then, and is removed again.
 CASES = [
-    *(("upcycle", "base", name, *case) for name, case in NO_MODEL.items()),
-    *(("upcycle", "sharded", name, *case) for name, case in NO_SHARDS.items()),
-    *(("export", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
-    *(("prune", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
-    *(("prune", "native", name, *case) for name, case in NO_NATIVE.items()),
+    *in_turn([("upcycle", "base"), ("sft", "base"), ("upit", "base")], **NO_MODEL),
+    *in_turn([("upcycle", "sharded"), ("sft", "sharded"), ("upit", "sharded")], **NO_SHARDS),
+    *in_turn([("export", "moe"), ("prune", "moe"), ("inspect", "moe"), ("upit, given", "lora0")], **NO_ADAPTER),
+    *in_turn([("export", "moe"), ("prune", "moe"), ("inspect", "moe")], **NO_MOE),
+    *in_turn([("prune", "native"), ("inspect", "native")], **NO_NATIVE),
+    *in_turn([("inspect", "native"), ("sft", "base"), ("upit", "base")], **NO_TOKENIZER),
     (
         "prune",
         "native",
@@ -80,7 +86,6 @@ CASES = [
         changed("config.json", num_local_experts=0),
         "num_local_experts: the config says",
     ),
-    *(("inspect", "native", name, *case) for name, case in NO_NATIVE.items()),
     (
         "upcycle",
         "base",
@@ -88,13 +93,6 @@ CASES = [
         tensors("model.safetensors", to_eight_bits),
         "F8_E4M3; use a checkpoint of",
     ),
-    *(("inspect", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
-    *(("inspect", "native", name, *case) for name, case in NO_TOKENIZER.items()),
-    *(("sft", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
-    *(("sft", "sharded", name, *case) for name, case in NO_SHARDS.items()),
-    *(("upit", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
-    *(("upit", "sharded", name, *case) for name, case in NO_SHARDS.items()),
-    *(("upit, given", "lora0", name, *case) for name, case in NO_ADAPTER.items()),
 ]
 
 

@@ -98,13 +98,10 @@ def one_line(stderr: str, start: str) -> str:
 # --- endings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "start"), [(signal.SIGINT, 130, "stopped: "), (signal.SIGTERM, 143, "terminated: ")]
-)
-def test_a_signal_ends_a_run_with_one_line_and_it_resumes(number, code, start, case, tmp_path):
-    ended = command(case, tmp_path, partial(_at_step, 9, number))
-    assert ended.returncode == code
-    assert "the same command resumes" in one_line(ended.stderr, start)
+def test_a_signal_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
+    ended = command(case, tmp_path, partial(_at_step, 9, signal.SIGTERM))
+    assert ended.returncode == 143
+    assert "the same command resumes" in one_line(ended.stderr, "terminated: ")
     assert not list((tmp_path / "out").glob(".lock"))
     run(case[0], tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
@@ -123,13 +120,14 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
     [
         (InputError("a\nb"), 2, "error: a b"),
         (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
+        (KeyboardInterrupt(), 130, "stopped: nothing half-written is left"),
         (OSError(28, "No space left on device"), 1, "error: the disk is full; make room and start again; nothing"),
     ],
 )
 def test_other_endings(error, code, line, capsys):
     with pytest.raises(SystemExit) as end, ends_in_one_line("upcycle"):
         raise error
-    assert end.value.code == code and one_line(capsys.readouterr().err, "error: ").startswith(line)
+    assert end.value.code == code and one_line(capsys.readouterr().err, line[:5]).startswith(line)
 
 
 PLUGIN = """
@@ -261,11 +259,7 @@ def flip(path: Path) -> None:
         ("prepare", f"experts/0/{WEIGHTS}", flip),
         ("prepare", "experts/1/adapter_config.json", Path.unlink),
         ("router_init", "buckets.json", flip),
-        ("post_train", f"adapter/{WEIGHTS}", lambda path: path.write_bytes(path.read_bytes()[:100])),
-        ("prepare", "stage.json", lambda path: path.write_text(path.read_text()[:50])),
-        ("router_init", "stage.json", lambda path: path.write_text("[]")),
         ("post_train", "complete.json", lambda path: path.write_text('{"fingerprint": 1, "files": 2}')),
-        ("post_train", "stage.json", Path.unlink),
         ("prepare", "stage.json", lambda path: path.write_text(path.read_text().replace('"checkpoint_steps"', '"x"'))),
     ],
 )
@@ -292,22 +286,26 @@ def flipped(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+@pytest.fixture(scope="module")
+def killed(case, tmp_path_factory):
+    """What a run leaves that was killed in stage 1."""
+    folder = tmp_path_factory.mktemp("killed")
+    assert command(case, folder, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
+    return folder
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda checkpoint: (checkpoint / "optimizer.pt").write_bytes((checkpoint / "optimizer.pt").read_bytes()[:100]),
-        lambda checkpoint: flipped(checkpoint / "optimizer.pt"),
         lambda checkpoint: flipped(checkpoint / WEIGHTS),
-        lambda checkpoint: flipped(checkpoint / "trainer_state.json"),
-        lambda checkpoint: (checkpoint / MARKER).write_text(""),
         lambda checkpoint: (checkpoint / MARKER).write_text("[1]"),
-        lambda checkpoint: (checkpoint / MARKER).write_bytes(b"\xff{"),
     ],
-    ids=["optimizer cut off", "optimizer", "weights", "state", "note empty", "note a list", "no text"],
+    ids=["optimizer cut off", "weights", "note a list"],
 )
-def test_what_a_half_done_stage_left_may_be_damaged(damage, case, tmp_path):
+def test_what_a_half_done_stage_left_may_be_damaged(damage, case, killed, tmp_path):
     """What is complete is used, the rest is done again."""
-    assert command(case, tmp_path, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
+    shutil.copytree(killed / "out", tmp_path / "out")
     damage(last_checkpoint(of_stage_1(tmp_path)))
     run(case[0], tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
@@ -329,7 +327,7 @@ def test_a_run_resumes_from_a_checkpoint_that_has_its_optimizer(case, tmp_path):
     assert found == wanted
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": 1}'])
+@pytest.mark.parametrize("content", ["{", '{"settings": 1}'])
 def test_a_damaged_identity_begins_a_stage_anew(content, case, tmp_path):
     (tmp_path / "out" / "prepare.state").mkdir(parents=True)
     (tmp_path / "out" / "prepare.state" / "stage.json").write_text(content)

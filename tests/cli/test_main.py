@@ -24,26 +24,47 @@ from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 
 LIGHT = """
-import sys
-from contextlib import nullcontext
-import moe_peft.cli
-try:
-    moe_peft.cli.main(sys.argv[1:])
-except SystemExit as end:
-    assert not end.code, end.code
-heavy = {"torch", "transformers", "peft", "trl", "datasets", "numpy"} & set(sys.modules)
-assert not heavy, heavy
+import os, sys
+import moe_peft
+from moe_peft.cli import COMMANDS, main
+from moe_peft.utils.messages import InputError
+gone = {
+    "sft": "--model_name_or_path no/where --dataset_name rows.jsonl",
+    "inspect": "--model no/where --data rows.jsonl",
+    "mix": "--adapters no/where no/place --data a.jsonl b.jsonl --output out",
+    "export": "--adapter no/where --output out",
+    "upit": "--config no.yaml",
+}
+os.environ["HF_HUB_OFFLINE"] = "1"
+helps = [[name, "--help"] for name in COMMANDS]
+for arguments in [["--help"], ["--version"], *helps, *([name, *rest.split()] for name, rest in gone.items())]:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert (end.code or 0) == (2 if arguments[-1][:2] != "--" else 0), (arguments, end.code)
+    heavy = {"torch", "transformers", "peft", "trl", "datasets", "numpy"} & set(sys.modules)
+    assert not heavy, (arguments, heavy)
 """
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_load_nothing_heavy(argument):
-    result = subprocess.run([sys.executable, "-c", LIGHT, argument], capture_output=True, text=True)
+def test_help_version_and_missing_folders_load_nothing_heavy():
+    result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    if argument == "--version":
-        assert result.stdout.strip() == f"moe-peft {moe_peft.__version__}"
-    else:
-        assert all(f"  {name} " in result.stdout for name in COMMANDS)
+    assert f"moe-peft {moe_peft.__version__}" in result.stdout.splitlines()
+    assert all(f"  {name} " in result.stdout for name in COMMANDS)
+    assert len(result.stderr.splitlines()) == 5 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_short_help_says_what_the_complete_parser_does(command):
+    module = import_module(COMMANDS[command].module, "moe_peft.cli")
+    complete = module.complete_parser(prog=command).actions
+    for action in module.parser(command)._actions:
+        if action.dest not in ("help", "config"):
+            known = complete[action.dest]
+            assert action.default in (known.default, None) and action.dest in module.USUAL
+            assert (action.nargs == "?") == (known.nargs == "?" or action.dest == "bf16")
+    assert f"{complete['learning_rate'].default:g}" in module.parser(command).format_help()
 
 
 def test_the_program_alone_prints_its_help(capsys):
@@ -167,7 +188,7 @@ def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
         (["export", "--adapter", "a", "--output", "o", "--verify", "texts.txt"], "'texts.txt': no such file"),
         (
-            ["inspect", "--model", "m", "--data", "d.jsonl", "--position-width", "8"],
+            ["inspect", "--model", ".", "--data", "d", "--position-width", "8"],
             "give expert_map (--expert-map), too",
         ),
     ],

@@ -9,7 +9,7 @@ import yaml
 
 from moe_peft.cli import main
 from moe_peft.cli.mix import parser
-from moe_peft.combine.mix import MixSettings
+from moe_peft.combine.mix_settings import MixSettings
 from tests.helpers.bad_input import NO_ADAPTER, damaged, refused
 from tests.helpers.mix_case import DOMAINS, make_case, write_lora
 
@@ -115,7 +115,9 @@ BAD = {
     "several to add": ({"add-to": "x"}, "only one can join add_to at a time"),
     "other base": ({"base": "nowhere"}, "base='nowhere'"),
     "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "dense model; give a LORA adapter"),
-    "models with arrow": ({"adapters": None, "models": ["x", "y"], "gates": "arrow"}, "are for LoRA adapters"),
+    "models with arrow": (
+        {"adapters": None, "models": ["{case}/base", "{case}/base"], "gates": "arrow"}, "are for LoRA adapters"
+    ),
     "models with a mixing": ({"adapters": None, "models": ["x", "y"], "mixing": "output"}, "are for adapters; leave"),
     "models that are none": (
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models='{case}/a': is a LORA adapter; give"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 
-def triples(*factors: Iterable[Any]) -> list[Any]:
-    """Cells of the product of the factors, in which every three values of three factors occur together."""
+def pairs(*factors: Iterable[Any]) -> list[Any]:
+    """Cells of the product of the factors, in which every two values of two factors occur together."""
     cells = list(itertools.product(*factors))
     random.Random(0).shuffle(cells)
     seen: set[Any] = set()
     covering = []
     for cell in cells:
-        new = {*itertools.combinations(enumerate(map(repr, cell)), 3)} - seen
+        new = {*itertools.combinations(enumerate(map(repr, cell)), 2)} - seen
         if new:
             covering.append(pytest.param(*cell, id="-".join(map(str, cell))))
             seen |= new

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe_peft.combine.mix import MixSettings
+from moe_peft.combine.mix_settings import MixSettings
 from moe_peft.utils.validation import validate
 from tests.helpers.models import tiny_llama
 

@@ -77,11 +77,11 @@ def counts(trainer) -> tuple[set[int], int]:
 ARGUMENTS = {"max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATION, "logging_steps": LOGGING_STEPS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [
-    {"router_z_loss_coef": 0.01, **LABELS},
-    {"router_balancing": "global"},
+    {"router_balancing": "global", "router_z_loss_coef": 0.01, **LABELS},
     {"router_label_mask": True, **LABELS},
-], ids=["labels", "global", "masked"])  # fmt: skip
+], ids=["labels", "masked"])  # fmt: skip
 def test_a_step_waits_as_often_as_that_of_a_lora(own, tokenizer, tmp_path):
     lora = get_peft_model(tiny_llama(), LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
     data = Dataset.from_list(rows(24))

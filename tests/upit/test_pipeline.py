@@ -127,7 +127,7 @@ def test_one_base_at_most_is_in_memory(case, tmp_path, monkeypatch):
         return model, info
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    run(case, tmp_path)
+    run(case, tmp_path, num_train_epochs=1)
     assert alive == [0] * 8  # prepare, router_init (scoring, four experts), post_train, evaluate: each alone
 
 
@@ -259,7 +259,8 @@ def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monk
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "stand-in", Callback)
     monkeypatch.setattr("trl.trainer.base_trainer.is_wandb_available", lambda: False)  # for its model card
-    pipeline = run(case, tmp_path, sft={**case["sft"], "report_to": ["tensorboard", "stand-in"], "logging_steps": 1})
+    sft = {**case["sft"], "report_to": ["tensorboard", "stand-in"], "logging_steps": 1}
+    pipeline = run(case, tmp_path, sft=sft, num_train_epochs=1)
     trained = ["prepare", "router_init", "post_train"]
     assert log == [entry for name in trained for entry in ((f"out-{name}", "out"), "finish")]
     logs = pipeline.root / "logs"
@@ -276,6 +277,7 @@ def test_a_second_run_of_one_object_does_nothing_again(of_method):
     assert {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp_path):
     """TRL gives the tokenizer a chat template and a padding token; the result has them, however often it is written."""
     rows = [json.loads(line) for line in Path(case["data"]["train"]).read_text().splitlines()]
@@ -298,11 +300,11 @@ def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp
 
 @pytest.mark.slow
 def test_changed_data_redoes_everything(case, tmp_path):
-    first = run(case, tmp_path, method="loramoe_pt")
+    first = run(case, tmp_path, method="loramoe_pt", num_train_epochs=1)
     rows = Path(case["data"]["train"]).read_text().splitlines()
     (tmp_path / "other.jsonl").write_text("\n".join(rows[1:] + rows[:1]))
     data = {**case["data"], "train": str(tmp_path / "other.jsonl")}
-    second = run(case, tmp_path, redo=True, method="loramoe_pt", data=data)
+    second = run(case, tmp_path, redo=True, method="loramoe_pt", data=data, num_train_epochs=1)
     assert first.records["post_train"]["files"] != second.records["post_train"]["files"]
 
 
@@ -372,7 +374,7 @@ def test_no_expansion_or_router_initialization(case, tmp_path):
 @pytest.mark.slow
 def test_experts_that_exist_already(case, upit, tmp_path):
     adapters = [str(upit.root / "prepare" / "experts" / str(i)) for i in range(3)]
-    pipeline = run(case, tmp_path, prepare={"adapters": adapters})
+    pipeline = run(case, tmp_path, prepare={"adapters": adapters}, num_train_epochs=1)
     assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
     assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
     with pytest.raises(ValueError, match=r"prepare\.adapters='nowhere': "):
@@ -432,6 +434,7 @@ def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
     assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
 
 
+@pytest.mark.slow
 def test_gates_from_buckets_take_no_training(case, tmp_path):
     own = {"num_train_epochs": 2, "router_init": {**case["router_init"], "gates": "ridge"}}
     pipeline = run(case, tmp_path, **own)
@@ -488,7 +491,7 @@ def test_missing_label_column(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt", "pesc"])
+@pytest.mark.parametrize("method", ["upit", "lora", "self_moe"])
 def test_plan_is_what_happens(method, of_method, upit):
     pipeline = of_method(method)
     stages = {stage.name: stage for stage in plan(pipeline)}
@@ -541,8 +544,9 @@ QUANTIZED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", QUANTIZED)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize(
+    ("bits", "device"), [("4-bit", "cpu"), *(pytest.param(bits, "cuda", marks=needs_cuda) for bits in QUANTIZED)]
+)
 def test_quantized_base(bits, device, case, tmp_path):
     """All stages on a bitsandbytes base, with gradient checkpointing; scoring must not spoil the training after it."""
     own = {"use_cpu": device == "cpu", "gradient_checkpointing": True, "learning_rate": 2e-2, "max_grad_norm": 1.0}

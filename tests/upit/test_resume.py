@@ -13,28 +13,15 @@ pytestmark = pytest.mark.slow
 # Stage 1 has 24 steps, stage 3 has 2 for each of 4 experts, stage 4 has 24; stage 1 saves at 5, 10, 15, 16, 20 and 24.
 STEPS, SAVE_STEPS = 56, 5
 KILLS = [
-    ("step", 1),
     ("step", 8),
     ("within a checkpoint", 2),
-    ("before a checkpoint is marked", 1),
     ("before a checkpoint is marked", 6),
-    ("step", 24),
     ("marking a stage", 1),  # stage 1 is complete but not yet marked
     ("removing", 3),  # its state
-    ("writing an expert", 1),
-    ("marking a stage", 2),
     ("scoring", 3),
-    ("step", 25),  # stage 3
-    ("step", 28),
-    ("writing an expert", 3),
-    ("marking a stage", 3),
-    ("step", 33),  # the first of stage 4
-    ("step", 40),
-    ("marking a stage", 4),
-    ("evaluating", 1),
-    ("marking a stage", 5),
+    ("writing an expert", 3),  # in stage 3
+    ("step", 40),  # in stage 4
     ("publishing", 1),
-    ("writing json", 3),
 ]
 
 
@@ -69,10 +56,10 @@ def test_killed_run_goes_on_to_the_same_bytes(kill, undisturbed, tmp_path):
 def test_killed_again_and_again(undisturbed, tmp_path):
     settings, files, _ = undisturbed
     attempts = 0
-    while (code := run_in_process(settings, tmp_path, ("step", 7))) != 0:
+    while (code := run_in_process(settings, tmp_path, ("step", 15))) != 0:
         attempts += 1
         assert code == -9 and attempts < 30
-    assert attempts > 3
+    assert attempts > 2
     assert contents(tmp_path / "out") == files
 
 
@@ -85,8 +72,9 @@ def changed(undisturbed, tmp_path_factory):
     return settings, contents(folder / "out")
 
 
-@pytest.mark.parametrize(("point", "n"), [("removing", 3), ("removing", 4), ("removing", 5), ("step", 3)])
-@pytest.mark.parametrize("then", ["changed", "undisturbed"])
+@pytest.mark.parametrize(
+    ("point", "n", "then"), [("removing", 3, "undisturbed"), ("removing", 4, "changed"), ("step", 3, "undisturbed")]
+)
 def test_killed_while_a_changed_stage_is_done_again(point, n, then, undisturbed, changed, tmp_path):
     """Whether the setting then stays changed or is changed back: half a stage is never taken for a whole one."""
     shutil.copytree(undisturbed[2] / "out", tmp_path / "out")
@@ -96,13 +84,9 @@ def test_killed_while_a_changed_stage_is_done_again(point, n, then, undisturbed,
     assert contents(tmp_path / "out") == files
 
 
-def test_two_runs_of_one_seed_are_equal_and_another_seed_is_not(undisturbed, tmp_path):
+def test_another_seed_gives_another_run(undisturbed, tmp_path):
     settings, files, _ = undisturbed
-    for folder in ("same", "other"):
-        (tmp_path / folder).mkdir()
-    assert run_in_process(settings, tmp_path / "same") == 0
-    assert contents(tmp_path / "same" / "out") == files
-    assert run_in_process({**settings, "seed": 1}, tmp_path / "other") == 0
-    other = contents(tmp_path / "other" / "out")
+    assert run_in_process({**settings, "seed": 1}, tmp_path) == 0
+    other = contents(tmp_path / "out")
     weights = "adapter/adapter_model.safetensors"
     assert other.keys() == files.keys() and other[weights] != files[weights]

@@ -155,11 +155,12 @@ def steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rate", "own"),
+    ("experts", "rate", "own"),
     [
-        (None, {"per_device_train_batch_size": 2}),
-        (0.05, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}),
+        ("lora", None, {"per_device_train_batch_size": 2}),
+        ("ffn", 0.05, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}),
     ],
+    indirect=["experts"],
 )
 def test_each_expert_is_trained_as_by_itself(rate, own, experts, steps, tokenizer, tmp_path):
     """Buckets of 5, 2, 5 and 0 examples; each with its own updates, schedule, clipping and weight decay."""
@@ -194,6 +195,7 @@ def test_each_expert_is_trained_as_by_itself(rate, own, experts, steps, tokenize
             torch.testing.assert_close(router[i], vector.detach(), rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_every_expert_is_scored_by_itself(experts, tokenizer, tmp_path):
     routed = run(experts, tokenizer, tmp_path, num_train_epochs=1, train_experts=False)
     assert routed.perplexity.shape == (12, N) and [len(bucket) for bucket in routed.buckets] == [3, 3, 3, 3]
@@ -207,14 +209,16 @@ def test_every_expert_is_scored_by_itself(experts, tokenizer, tmp_path):
             assert routed.perplexity[example, i].item() == pytest.approx(loss.exp().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "own",
+    ("experts", "own"),
     [
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ("lora", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        ("ffn", {"gradient_checkpointing": True}),
+        ("lora", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     ],
     ids=["accumulation", "checkpointing", "reentrant checkpointing"],
+    indirect=["experts"],
 )
 def test_same_training_however_it_is_done(own, experts, tokenizer, tmp_path):
     trained = {}
@@ -230,6 +234,7 @@ def test_same_training_however_it_is_done(own, experts, tokenizer, tmp_path):
             torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_routing_vectors_only(experts, tokenizer, tmp_path):
     routed = run(experts, tokenizer, tmp_path, buckets="random", train_experts=False)
     for source, target in zip(experts, routed.experts, strict=True):
@@ -239,7 +244,8 @@ def test_routing_vectors_only(experts, tokenizer, tmp_path):
     assert all(not torch.equal(router[1], vector) for router, vector in zip(routed.routers, start, strict=True))
 
 
-@pytest.mark.parametrize("train_experts", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "train_experts"), [("lora", True), ("ffn", False)], indirect=["experts"])
 def test_the_rate_of_the_vectors_is_constant_whatever_the_experts(
     train_experts, experts, tokenizer, tmp_path, monkeypatch
 ):
@@ -283,6 +289,7 @@ def test_linears_that_read_flattened_tokens(tokenizer, tmp_path):
     assert losses[4] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("experts", ["lora"], indirect=True)
 def test_vectors_learn_the_inputs_of_their_expert(experts, tokenizer, tmp_path):
     """The loss is near log 2 at the start, and falls."""
     history = run(experts, tokenizer, tmp_path, alpha=0.0, num_train_epochs=12, logging_steps=1).trained[0].history
@@ -318,6 +325,8 @@ def test_ridge_gates_tell_the_buckets_apart(experts, tokenizer, tmp_path):
         torch.testing.assert_close(router.double(), (w / w.norm(dim=0)).T / 0.1, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["ffn"], indirect=True)
 def test_one_model_is_in_memory(experts, tokenizer, tmp_path):
     alive = []
 
@@ -333,6 +342,8 @@ def test_one_model_is_in_memory(experts, tokenizer, tmp_path):
     assert set(alive) == {before} and len(alive) == (4 if is_lora(experts[0]) else 6)  # LoRAs are scored on one base
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["lora"], indirect=True)
 def test_what_was_done_is_not_done_again(experts, tokenizer, tmp_path, monkeypatch):
     first = run(experts[:2], tokenizer, tmp_path)
     monkeypatch.setattr("moe_peft.upit.router_init.example_losses", None)
@@ -342,6 +353,7 @@ def test_what_was_done_is_not_done_again(experts, tokenizer, tmp_path, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(first.routers, again.routers, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["lora"], indirect=True)
 def test_the_mixture_has_the_vectors_as_its_routers(experts, tokenizer, tmp_path):
     from moe_peft import lora_to_moe

@@ -1,0 +1,105 @@
+"""
+The usual options of the commands that train, for their short help. All options are fields of classes of TRL and PEFT,
+whose imports take seconds: `arguments` makes the complete parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..utils.validation import read_settings
+from .help import GroupedParser, prepare_help
+from .settings import check_files, check_models
+
+# Group → option → what the help calls its value, what it says, and the default.
+_MODEL = {
+    "model_name_or_path": ("NAME", "The model: a folder, or a name on the hub.", None),
+    "dataset_name": ("NAME", "The data: a file, a folder, or a dataset's name.", None),
+    "load_in_4bit": ("true|false", "Hold the base's weights in 4 bits (bitsandbytes).", False),
+}
+_ADAPTER = {
+    "num_experts": ("N", "Experts in every targeted module.", 8),
+    "top_k": ("N", "Experts per token.", 2),
+    "r": ("N", "Rank of every expert.", 8),
+    "lora_alpha": ("X", "Scaling numerator: s = lora_alpha / r; by default 2 * top_k * r.", None),
+    "router_type": ("NAME", "How experts are chosen: linear, switch, sigmoid, arrow and others.", "linear"),
+}
+_LOSSES = {
+    "router_aux_loss_coef": ("X", "Load-balancing loss.", None),
+    "router_z_loss_coef": ("X", "z-loss: keeps router logits small.", 0.0),
+}
+_LABELS = {
+    "label_column": ("NAME", "The data's label column.", None),
+    "expert_map": ("JSON", "Label → experts.", None),
+}
+_TRAINING = {
+    "output_dir": ("FOLDER", "Folder for the result.", None),
+    "per_device_train_batch_size": ("N", "Examples per step and device.", 8),
+    "num_train_epochs": ("X", "Passes over the data.", 3.0),
+    "max_steps": ("N", "Optimizer steps, in place of passes; -1: none.", -1),
+    "learning_rate": ("X", "", None),
+    "max_length": ("N", "Tokens per example; longer ones are truncated.", 1024),
+    "bf16": ("true|false", "Compute in bfloat16; by default yes, which needs a device that can.", None),
+    "resume_from_checkpoint": ("VALUE", "Go on from the last checkpoint (true), or from this one.", None),
+}
+_OTHER = {
+    "config": ("FILE", "a YAML file with any of these settings, and with plugins", None),
+    "adapter": ("FOLDER", "Train this MoE-LoRA adapter further instead of a new one.", None),
+    "dry_run": ("true|false", "Print the plan and stop.", False),
+}
+USUAL = (*_MODEL, *_ADAPTER, *_LOSSES, *_LABELS, *_TRAINING, *_OTHER)
+
+
+class UsualOptions(GroupedParser):
+    """
+    The short help of a command that trains; arguments are given to the complete parser.
+
+    Args:
+        complete: makes that.
+        rates: the default learning rate, as the help has it.
+        labels: whether labels can supervise routers.
+        more: further options of the group "Training".
+    """
+
+    def __init__(
+        self, complete: Callable[..., Any], rates: str, labels: bool, more: dict[str, Any], **kwargs: Any
+    ) -> None:
+        training = {**_TRAINING, "learning_rate": ("X", f"Learning rate (default: {rates}).", None), **more}
+        losses = {**_LOSSES, **(_LABELS if labels else {})}
+        groups: dict[str, dict[str, Any]] = {
+            "Model and data": _MODEL,
+            "MoE adapter": _ADAPTER,
+            "Router losses": losses,
+            "Training": training,
+        }
+        super().__init__(groups=groups, allow_abbrev=False, usage="%(prog)s [--config FILE] [options]", **kwargs)
+        for name, (metavar, text, default) in {**_MODEL, **_ADAPTER, **losses, **training, **_OTHER}.items():
+            nargs = "?" if metavar == "true|false" else None
+            self.add_argument(f"--{name}", metavar=metavar, help=text, default=default, nargs=nargs)
+        self.complete, self.made_with = complete, kwargs
+
+    def parse_args(self, arguments: Sequence[str]) -> Any:  # type: ignore[override]
+        everything = "--help-all" in arguments
+        given = self.parse_known_args([each for each in arguments if each != "--help-all"])[0]
+        if not everything:
+            self._check_paths({**({} if given.config is None else read_settings(given.config)), **_given(given)})
+        parser = self.complete(**self.made_with)
+        parser.error = self.error
+        if everything:
+            parser.add_argument("--help-all", action="help")
+            prepare_help(parser, (), everything=True)
+        return parser.parse_args(arguments)
+
+    def _check_paths(self, settings: dict[str, Any]) -> None:
+        """Whether model and data are there; anything but two texts is refused by the complete parser."""
+        model = settings.get("adapter") or settings.get("model_name_or_path")
+        data = settings.get("dataset_name")
+        if isinstance(model, str) and isinstance(data, str):
+            check_models(**{"adapter" if "adapter" in settings else "model_name_or_path": model})
+            check_files(dataset_name=data)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if value is not None}

@@ -11,7 +11,7 @@ from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
 from .models.gates import fold_routers, pick_experts
 from .models.native_routers import replace_routers
-from .models.steering import allow_experts, force_experts
+from .models.steering import allow_experts, force_experts, weigh_experts
 from .pruning.prune import prune_experts
 from .training.router_bias import RouterBiasCallback, router_bias_updates
 from .training.router_config import RouterLossConfig
@@ -49,5 +49,6 @@ __all__ = [
     "register_ffn_layout",
     "replace_routers",
     "router_bias_updates",
+    "weigh_experts",
     "write_model_card",
 ]

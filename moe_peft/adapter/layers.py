@@ -156,6 +156,12 @@ class MoELoraLayer(BaseTunerLayer):
             spec.base_expert,
         )  # fmt: skip
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether somebody gives the factors of the experts' updates, which then add up as those of LoRAs do."""
+        steering = steering_of(self)
+        return steering is not None and steering.weights is not None
+
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""
         if not self.dropout_rate(adapter_name):

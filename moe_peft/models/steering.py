@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -107,6 +107,50 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Ex
         yield
 
 
+@contextmanager
+def weigh_experts(
+    model: nn.Module, weights: Mapping[Expert, float] | Sequence[Mapping[Expert, float]]
+) -> Iterator[None]:
+    """
+    A context manager: inside the block, the experts' updates have the factors that you give, in all MoE layers:
+    `W x + s Σ_i w_i B_i A_i x` on each projection, as in PEFT's `add_weighted_adapter`, whatever the adapter's mixing.
+
+    Args:
+        model: a model with a MoE-LoRA adapter.
+        weights: expert, an index or a name, → its factor, for all rows; or one such mapping for each row of the batch.
+            Experts that are not named have 0.
+
+    Raises:
+        ValueError: the model has no router, or no such expert.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, weigh_experts
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> names = ["code", "law", "style"]
+    >>> config = MoELoraConfig(
+    ...     num_experts=3, expert_names=names, task_type="CAUSAL_LM"
+    ... )
+    >>> model = get_peft_model(base, config)
+    >>> with weigh_experts(model, {"code": 0.7, "style": 0.3}):
+    ...     outputs = model(**base.dummy_inputs)
+    ```
+    """
+    n = common_size(model, "weigh_experts")
+    by_row = [weights] if isinstance(weights, Mapping) else [*weights]
+    weights_BN = torch.zeros(len(by_row), n)
+    for row_N, of_row in zip(weights_BN, by_row, strict=True):
+        experts = expert_indices(model, [*of_row], "weigh_experts")
+        if not all(0 <= expert < n for expert in experts):
+            raise InputError(f"weigh_experts: experts {sorted(experts)}: the model has experts 0 to {n - 1}")
+        row_N[experts] = torch.tensor([*of_row.values()], dtype=row_N.dtype)
+    with steered(model, Steering(weights=weights_BN)):
+        yield
+
+
 def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
     """Experts as indices. A text is a name or, if there is no such name, an index."""
     experts = [experts] if isinstance(experts, (int, str)) else list(experts)
@@ -161,7 +205,7 @@ def _check_rows(blocks: Steered, steering: Steering, module: nn.Module, args: tu
     """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's (routers see tokens)."""
     if not any(mine is blocks for mine in state.current.steered):  # another thread's pass
         return
-    rows = len(steering.experts if steering.experts is not None else steering.allowed)  # type: ignore[arg-type]
+    rows = steering.rows
     call = arguments(module, args, kwargs)
     batch = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if batch is not None and rows != batch.shape[0] * batch.shape[1] and (rows == 0 or batch.shape[0] % rows):

@@ -214,11 +214,12 @@ def _kept_gates(probabilities_TK: torch.Tensor, kept_TK: torch.Tensor, normalize
 @dataclass(frozen=True)
 class Steering:
     """
-    Experts chosen from outside, for each row of a batch or for each token. One of the two is given.
+    Experts chosen from outside, for each row of a batch or for each token. One of the three is given.
 
     Args:
         experts: the one expert to use, integers [B].
         allowed: the experts that may be chosen, bool [B, n].
+        weights: the factor of each expert's update, [B, n].
 
     Example:
 
@@ -235,19 +236,32 @@ class Steering:
 
     experts: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if (self.experts is None) == (self.allowed is None):
-            raise ValueError("Steering: experts, allowed: give one of the two")
+        if sum(each is not None for each in (self.experts, self.allowed, self.weights)) != 1:
+            raise ValueError("Steering: experts, allowed, weights: give one of the three")
+
+    @property
+    def rows(self) -> int:
+        """B"""
+        return len(next(each for each in (self.experts, self.allowed, self.weights) if each is not None))
 
     def to(self, device: torch.device) -> Steering:
         """The same on a layer's device, so that it is not copied in each forward pass."""
-        return Steering(*(None if own is None else own.to(device) for own in (self.experts, self.allowed)))
+        return Steering(*(x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)))
 
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and experts as `choose` returns them; with forced experts, k is 1 and the gates are 1."""
+        """
+        Gates and experts as `choose` returns them. With forced experts, k is 1 and the gates are 1; with weights, these
+        are the gates of all experts.
+        """
+        if self.weights is not None:
+            gates_TN = _per_token(self.weights, logits_TN)
+            experts_N = torch.arange(gates_TN.shape[1], device=gates_TN.device)
+            return logits_TN.nan_to_num() * 0 + gates_TN, experts_N.expand(gates_TN.shape)
         if self.experts is not None:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
             # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing. A

@@ -152,6 +152,10 @@ class Host(nn.Module):
     def dropout_rate(self, adapter: str) -> float:
         return 0.0
 
+    @property
+    def is_weighted(self) -> bool:
+        return False
+
     def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM
 

@@ -31,16 +31,18 @@ def command(case, out, **changes) -> list[str]:
     return arguments
 
 
-def test_it_prints_where_tokens_go_and_every_loss(case, tmp_path, capsys):
+def test_it_prints_what_reaches_its_own_and_every_loss(case, tmp_path, capsys):
     main(command(case, tmp_path / "out"))
     printed = capsys.readouterr().out
-    assert "by chance 33%" in printed and printed.strip().endswith(str(tmp_path / "out"))
-    losses = json.loads((tmp_path / "out/mix.json").read_text())["losses"]
+    assert "requests picked for it" in printed and printed.strip().endswith(str(tmp_path / "out"))
+    report = json.loads((tmp_path / "out/mix.json").read_text())
+    losses = report["losses"]
+    assert all(sentence in printed for sentence in report["verdict"])
     for way, of_way in losses.items():
         line = next(line for line in printed.partition("Loss")[2].splitlines() if line.startswith(f"│ {way} "))
         assert all(f"{loss:.4f}" in line for loss in of_way.values())
     out = tmp_path / "out"
-    assert "ridge gates beat merging (the mean) in " in printed and "not evaluated" not in printed
+    assert "mean of the adapters" in printed and "not evaluated" not in printed
     assert f"vllm serve {out}\n" in printed and f"moe-peft export --adapter {out} --output {out}-moe\n" in printed
 
 
@@ -78,7 +80,7 @@ def test_every_setting_is_a_flag():
     ("arguments", "kept"), [([], None), (["--keep-sums"], True), (["--keep-sums", "false"], False)]
 )
 def test_a_flag_that_may_be_unset_can_be_turned_off(arguments, kept):
-    given = ["--adapters", "a", "b", "--gates", "arrow", "--output", "out", *arguments]
+    given = ["--adapters", "a", "b", "--output", "out", *arguments]
     assert parser("mix").parse_args(given).keep_sums is kept
 
 

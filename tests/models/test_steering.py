@@ -7,13 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
 )
 
-from moe_peft import MoELoraConfig, allow_experts, force_experts
+from moe_peft import MoELoraConfig, allow_experts, force_experts, lora_to_moe, weigh_experts
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, K, N, adapter, biased, gates_of, ids, routed_model
 
@@ -287,3 +287,30 @@ def test_backward_runs_checkpointed_layers_again_as_they_were_steered():
     model.enable_input_require_grads()
     for got, want in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_weights_are_those_of_pefts_weighted_adapter(mixing, tmp_path):
+    folders = [tmp_path / name for name in ("code", "law", "style")]
+    for i, folder in enumerate(folders):
+        torch.manual_seed(i)
+        config = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
+        get_peft_model(tiny_llama(), config).save_pretrained(folder)
+    names = [folder.name for folder in folders]
+    model = lora_to_moe(tiny_llama(), folders, mixing=mixing, expert_names=names).eval()
+    peft = PeftModel.from_pretrained(tiny_llama(), folders[0], adapter_name="code").eval()
+    for folder in folders[1:]:
+        peft.load_adapter(folder, folder.name)
+    wishes = [{"code": 0.7, "style": 0.3}, {"law": 1.5}, {"code": 1.0, "law": 0.5, "style": 0.25}]
+    with torch.no_grad():
+        with weigh_experts(model, wishes):
+            by_row = model(input_ids=ids()).logits
+        for i, wish in enumerate(wishes):
+            peft.add_weighted_adapter([*wish], [*wish.values()], f"row {i}", "cat")
+            peft.set_adapter(f"row {i}")
+            expected = peft(input_ids=ids()[i : i + 1]).logits
+            torch.testing.assert_close(by_row[i : i + 1], expected, rtol=1e-4, atol=1e-5)
+            with weigh_experts(model, wish):
+                torch.testing.assert_close(model(input_ids=ids()[i : i + 1]).logits, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="weigh_experts: experts='prose'"), weigh_experts(model, {"prose": 1.0}):
+        pass

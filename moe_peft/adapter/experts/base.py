@@ -42,6 +42,8 @@ class FFNHost(LinearHost, Protocol):
 
     @property
     def base_layer(self) -> Any: ...  # the block
+    @property
+    def is_weighted(self) -> bool: ...  # whether updates have given factors, and add up on each projection
     def dropout_rate(self, adapter_name: str, /) -> float: ...
     @property
     def moe_lora_spec(self) -> Mapping[str, Any]: ...  # adapter → its experts

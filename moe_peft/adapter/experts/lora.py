@@ -57,7 +57,8 @@ class LoraExperts(Experts):
 
         # 2. Each adapter routes the tokens and adds its updates. As those of LoRAs, updates of several adapters add up:
         #    an adapter that mixes complete outputs comes last, so that all its experts have what others add.
-        mixes = {adapter: ffn.moe_lora_spec[adapter]._mixes_outputs(layout) for adapter in adapters}
+        added = ffn.is_weighted
+        mixes = {adapter: not added and ffn.moe_lora_spec[adapter]._mixes_outputs(layout) for adapter in adapters}
         if sum(mixes.values()) > 1:
             names = " and ".join(repr(adapter) for adapter in adapters if mixes[adapter])
             raise InputError(

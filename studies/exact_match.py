@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset
 
+from moe_peft import pick_experts
 from moe_peft.analysis.recorder import RoutingStatistics
 from moe_peft.training.scoring import fused_lm_head
 from moe_peft.utils.torch_contexts import evaluating
@@ -61,6 +62,13 @@ def answers(
             for i, (log_prob, tokens, missed) in zip(part, values, strict=True):
                 found[i] = Answer(rows[i]["domain"], log_prob.item(), int(tokens), not missed)
     return [found[i] for i in range(len(rows))]
+
+
+def picked_experts(model: Any, rows: Dataset, collator: Callable[..., dict[str, Any]], batch_size: int) -> list[int]:
+    """The expert that each row's prompt picks, see `moe_peft.pick_experts`."""
+    starts = range(0, len(rows), batch_size)
+    batches = (collator([*rows.select(range(i, min(i + batch_size, len(rows))))]) for i in starts)
+    return [expert for batch in batches for expert in pick_experts(model, batch).tolist()]
 
 
 def by_task(found: Sequence[Answer]) -> dict[str, Any]:

@@ -57,13 +57,12 @@ from trl import SFTConfig, SFTTrainer
 from moe_peft import MoESFTConfig, MoESFTTrainer, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.layers import MoELoraLinear
 from moe_peft.analysis.figures import plot_bars
-from moe_peft.combine.held_out import picked_experts
 from moe_peft.demo.smollm2 import NAME, smollm2_folder
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
-from .exact_match import Answer, answers, by_task
+from .exact_match import Answer, answers, by_task, picked_experts
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 
 RESULTS = Path(__file__).parent / "results"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from ..utils.messages import InputError, one_line
 from .markup import STYLE, legend, painted
 from .routes import Routes, record_routes
 
-Kind = Literal["auto", "expert", "forbid", "base"]
+Kind = Literal["auto", "picked", "expert", "forbid", "base"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Answer:
         tokens: the text of each token, [T]; they join to the answer. A character of several tokens belongs to the last
             of them.
         routes: the experts of the same T tokens; None if no router ran.
-        steering: how it was routed: "auto", "expert law", "without law" or "base".
+        steering: how it was routed: "auto", "picked: law", "expert law", "without law" or "base".
         ending: "end" (the model ended it), "length" (`max_new_tokens`) or "stopped".
 
     Example:
@@ -93,7 +93,7 @@ class Answer:
 
 class Conversation:
     """
-    A conversation of several turns. Only one answer at a time may run on a model: steering is set on the model itself.
+    A conversation of several turns.
 
     Args:
         model: of any kind, in evaluation mode; a MoE-LoRA adapter and a native MoE have routes.
@@ -101,6 +101,8 @@ class Conversation:
         system: the system prompt.
         max_new_tokens: the most tokens in an answer.
         temperature: 0 takes the most probable token each time.
+        pick: questions → the expert that each is for, or None for the base, such as `RequestGate.pick`; answers are
+            then routed so unless `steer` says otherwise.
 
     Attributes:
         answers: those of the turns so far.
@@ -134,13 +136,15 @@ class Conversation:
         system: str | None = None,
         max_new_tokens: int = 512,
         temperature: float = 0.0,
+        pick: Callable[[Sequence[str]], list[str | None]] | None = None,
     ) -> None:
+        self.pick = pick
         self.model, self.tokenizer, self.system = model, tokenizer, system
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.answers: list[Answer] = []
         n = max((layer.num_experts for layer in routed_layers(model)), default=0)
         self.experts = (expert_names(model) or [str(i) for i in range(n)]) if n else []
-        self._kind: Kind = "auto"
+        self._kind: Kind = "auto" if pick is None else "picked"
         self._steered: list[int] = []
         self._stop = threading.Event()
         if system is not None:
@@ -188,17 +192,18 @@ class Conversation:
 
     @property
     def steering(self) -> str:
-        """How the next answers are routed: "auto", "expert law", "without law, math" or "base"."""
+        """How the next answers are routed: "auto", "picked", "expert law", "without law, math" or "base"."""
         names = ", ".join(self.experts[expert] for expert in self._steered)
-        return {"auto": "auto", "base": "base", "expert": f"expert {names}", "forbid": f"without {names}"}[self._kind]
+        return {"expert": f"expert {names}", "forbid": f"without {names}"}.get(self._kind, self._kind)
 
     def steer(self, kind: Kind, experts: Expert | Sequence[Expert] = ()) -> None:
         """
         Route all further answers in this way instead of the previous one.
 
         Args:
-            kind: "auto": as the model does; "expert": one serves all tokens; "forbid": routers choose among the others;
-                "base": the adapter is disabled.
+            kind: "auto": as the model does; "picked": for each question the one that it is for, or the base;
+                "expert": one serves all tokens; "forbid": routers choose among the others; "base": the adapter is
+                disabled.
             experts: which one, or which ones; names or numbers.
 
         Raises:
@@ -233,6 +238,10 @@ class Conversation:
             return force_experts(self.model, self._steered)
         if self._kind == "forbid":
             return allow_experts(self.model, [i for i in range(len(self.experts)) if i not in self._steered])
+        if self._kind == "picked":
+            if self.pick is None:
+                raise InputError("picked: the model comes without a gate for requests; make it with moe-peft mix")
+            return nullcontext()
         if self._kind == "base":
             if not isinstance(self.model, PeftModel):
                 raise InputError("base: the model has no adapter to disable")
@@ -242,12 +251,16 @@ class Conversation:
     # --- answers -------------------------------------------------------------------------------------------------
 
     def _answer(self, question: str, before: list[Answer]) -> Iterator[str]:
-        prompt_1S, steering = self._prompt(question, before), self.steering
+        prompt_1S, steering, routing = self._prompt(question, before), self.steering, self._routing()
+        if self._kind == "picked" and self.pick is not None:
+            (expert,) = self.pick([question])
+            steering = f"picked: {expert or 'base'}"
+            routing = self.model.disable_adapter() if expert is None else force_experts(self.model, expert)
         length = self._longest(prompt_1S.shape[1])
         self._stop.clear()
         run, pieces = _Run(self._stop), Pieces(self.tokenizer)
         # In a thread, so that whoever waits for a piece can still call `stop`.
-        thread = threading.Thread(target=self._generate, args=(prompt_1S, length, run), daemon=True)
+        thread = threading.Thread(target=self._generate, args=(prompt_1S, length, run, routing), daemon=True)
         thread.start()
         try:
             for token in run:
@@ -297,7 +310,7 @@ class Conversation:
         ends = base_model(self.model).generation_config.eos_token_id
         return {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
 
-    def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run) -> None:
+    def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run, routing: AbstractContextManager) -> None:
         """A token is routed when it is read, so one more is generated and left out: often the end token."""
         choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
         if self.temperature == 0:
@@ -305,7 +318,7 @@ class Conversation:
         ends = sorted(self._ends)
         pad = self.tokenizer.pad_token_id
         try:
-            with self._routing(), record_routes(self.model) as tape:
+            with routing, record_routes(self.model) as tape:
                 self.model.generate(
                     input_ids=prompt_1S,
                     attention_mask=torch.ones_like(prompt_1S),

@@ -238,6 +238,7 @@ COMMANDS: dict[str, _Command] = {
     "/expert": _Command("/expert NAME", "one expert serves all tokens", lambda t, rest: t.steer("expert", rest)),
     "/forbid": _Command("/forbid NAME, …", "routers choose among the others", lambda t, rest: t.steer("forbid", rest)),
     "/base": _Command("/base", "without the adapter", lambda t, rest: t.steer("base", "")),
+    "/pick": _Command("/pick", "one expert for each question, or the base", lambda t, rest: t.steer("picked", "")),
     "/auto": _Command("/auto", "routers choose freely again", lambda t, rest: t.steer("auto", "")),
     "/clear": _Command("/clear", "forget all turns", Terminal.clear),
     "/help": _Command("/help", "list the commands", Terminal.help),

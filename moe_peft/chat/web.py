@@ -18,7 +18,8 @@ from .markup import STYLE, legend, painted
 
 DECISIVE, MEAN = "most decisive layer", "mean of all layers"
 _STEERING: dict[Kind, str] = {
-    "auto": "routers choose", "expert": "one expert for all tokens", "forbid": "without these experts", "base": "base",
+    "picked": "one expert for each question", "auto": "routers choose", "expert": "one expert for all tokens",
+    "forbid": "without these experts", "base": "base",
 }  # fmt: skip
 _STYLE = f"""\
 {STYLE}
@@ -50,7 +51,7 @@ class Page:
     def __init__(self, begin: Callable[[], Conversation]) -> None:
         self.begin = begin
         self.sample = begin()
-        # Steering is set on the model, so that whoever steers it waits until no other answer runs.
+        # An adapter is disabled for the whole model, so that whoever asks the base waits until no other answer runs.
         self._one_at_a_time = threading.Lock()
 
     def visit(self) -> Visit:
@@ -112,7 +113,8 @@ class Page:
     @property
     def kinds(self) -> list[tuple[str, Kind]]:
         """How this model can be steered, and what that is called."""
-        possible: list[Kind] = ["auto", *(("expert", "forbid") if self.sample.experts else ())]  # type: ignore[list-item]
+        possible: list[Kind] = [] if self.sample.pick is None else ["picked"]
+        possible += ["auto", *(("expert", "forbid") if self.sample.experts else ())]  # type: ignore[list-item]
         if isinstance(self.sample.model, PeftModel):
             possible.append("base")
         return [(_STEERING[kind], kind) for kind in possible]
@@ -226,7 +228,12 @@ def blocks(page: Page, title: str, about: str) -> Any:
         routed = bool(page.sample.experts)
         with gr.Row():
             kind = gr.Radio(
-                page.kinds, value="auto", label="Routing", visible=len(page.kinds) > 1, min_width=300, elem_id="kind"
+                page.kinds,
+                value=page.kinds[0][1],
+                label="Routing",
+                visible=len(page.kinds) > 1,
+                min_width=300,
+                elem_id="kind",
             )
             experts = gr.Dropdown(
                 page.sample.experts, value=[], label="Experts", multiselect=True, visible=False, elem_id="experts"

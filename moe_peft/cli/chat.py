@@ -62,8 +62,10 @@ def run(settings: ChatSettings) -> None:
     from ..chat import Conversation
     from ..chat.terminal import Terminal
     from ..chat.web import Page, import_gradio, serve
+    from ..combine.request_gate import FILE as REQUEST_GATE
+    from ..combine.request_gate import RequestGate
     from ..models.layer import routed_layers
-    from ..native.folders import open_folder
+    from ..native.folders import MoELoraFolder, open_folder
 
     if settings.web:
         import_gradio()  # before a model is loaded
@@ -72,6 +74,9 @@ def run(settings: ChatSettings) -> None:
         quantization = {"load_in_4bit": True, **(quantization or {})}
     folder = open_folder(settings.model, "--model", base=settings.base)
     model, tokenizer = folder.load(settings.dtype, quantization), folder.tokenizer
+    gate = None
+    if isinstance(folder, MoELoraFolder) and (folder.folder / REQUEST_GATE).is_file():
+        gate = RequestGate.from_pretrained(folder.folder, model, tokenizer=tokenizer)
     begin = partial(
         Conversation,
         model,
@@ -79,12 +84,15 @@ def run(settings: ChatSettings) -> None:
         system=settings.system,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
+        pick=None if gate is None else gate.pick,
     )
     conversation, about = begin(), describe(model)
     name = Path(settings.model).name or settings.model
     lines = [f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
     if conversation.experts:
         lines.append(f"experts: {', '.join(conversation.experts)}; {len(routed_layers(model))} routers")
+    if gate is not None:
+        lines.append("each question is answered by the expert that it is for, or by the base; /auto: token by token")
     if tokenizer.chat_template is None:
         lines.append("no chat template: each question is continued as text, on its own")
     print(f"{settings.model}: {lines[0]}", *lines[1:], sep="\n")

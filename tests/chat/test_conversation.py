@@ -80,6 +80,11 @@ def prompt_of(tokenizer, *messages):
     return tokenizer.apply_chat_template(history, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
 
+def prompt_of_question(tokenizer, question):
+    history = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(history, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+
+
 def generated(model, tokenizer, prompt_1S, length=LENGTH):
     ids = model.generate(
         input_ids=prompt_1S, max_new_tokens=length, do_sample=False, eos_token_id=tokenizer.eos_token_id
@@ -350,3 +355,28 @@ def test_a_mixture_of_smollm2s_adapters_answers_and_shows_its_routes(tmp_path):
     conversation.steer("expert", "math")
     list(conversation.ask_again())
     assert conversation.answers[0].routes.ranked() == [(1, 1.0)]
+
+
+def test_a_question_is_answered_by_the_expert_that_is_picked_for_it_or_by_the_base(folder, tokenizer):
+    """As if it had been forced, or the adapter disabled; the last question alone decides."""
+    model = load("named", folder)
+    asked = []
+
+    def pick(questions):
+        asked.extend(questions)
+        return ["law" if "law" in question else None for question in questions]
+
+    conversation = Conversation(model, tokenizer, max_new_tokens=LENGTH, pick=pick)
+    first = "".join(conversation.ask("a law"))
+    with force_experts(model, "law"):
+        ids = generated(model, tokenizer, prompt_of_question(tokenizer, "a law"))
+    assert first == tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert conversation.answers[-1].steering == "picked: law"
+    list(conversation.ask("Hi"))
+    assert conversation.answers[-1].steering == "picked: base" and asked == ["a law", "Hi"]
+    assert conversation.answers[-1].routes is None
+    conversation.steer("auto")
+    list(conversation.ask_again())
+    assert conversation.answers[-1].steering == "auto" and len(asked) == 2
+    with pytest.raises(ValueError, match="picked: the model comes without a gate for requests"):
+        Conversation(model, tokenizer).steer("picked")

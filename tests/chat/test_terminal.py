@@ -167,7 +167,7 @@ def test_settings_reach_the_conversation(talk, monkeypatch):
 
     monkeypatch.setattr(Conversation, "__init__", spy)
     talk("base", flags=("--system", "brief", "--temperature", "0.5"))
-    assert made == {"system": "brief", "max_new_tokens": 8, "temperature": 0.5}
+    assert made == {"system": "brief", "max_new_tokens": 8, "temperature": 0.5, "pick": None}
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,7 @@ def shares_section(
     rows, n = [], max(share_LN.shape[1] for share_LN in shares.values())
     for domain, share_LN in shares.items():
         rows.append([domain, *([] if tokens is None else [tokens[domain]]), strongest(share_LN, _BUSIEST, names)])
+    others = "" if names else "Expert 3 of one layer has nothing to do with expert 3 of another. "
     least, most = (1 / size for size in (max(sizes or [n]), min(sizes or [n])))
     even = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}, by the layer's number of experts"
     return Section(
@@ -294,8 +295,7 @@ def shares_section(
         [
             "A token that goes to an expert is an assignment; with two experts per token, each token makes two. "
             f"The numbers say what share of a layer's assignments each expert gets. Even routing gives every expert "
-            f"{even}. Expert 3 of one layer has nothing to do with expert 3 of another. "
-            "Domains whose panels look alike are not told apart by the routers."
+            f"{even}. {others}Domains whose panels look alike are not told apart by the routers."
         ],
         header=["domain", *([] if tokens is None else ["tokens"]), "busiest experts (share)"],
         rows=rows,

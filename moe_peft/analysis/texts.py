@@ -69,14 +69,26 @@ class Texts:
     tokens: Sequence[Sequence[str]]
     routes: Routes
 
+    @property
+    def telling(self) -> int:
+        """The router that tells the domains apart best (the texts, if all are of one): whose shares differ most."""
+        ends = torch.tensor([len(tokens) for tokens in self.tokens]).cumsum(0).tolist()
+        parts = [self.routes.shares_LTN[:, a:b].mean(1) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        kinds = self.labels if len({*self.labels}) > 1 else range(len(parts))
+        groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        for kind, share_LN in zip(kinds, parts, strict=True):
+            groups[kind].append(share_LN)
+        means_GLN = torch.stack([torch.stack(of_kind).mean(0) for of_kind in groups.values()])
+        return int(means_GLN.var(0, correction=0).sum(-1).argmax())
+
     def part(self) -> Markup:
         """Their part of a page, which has one such part at most."""
         routes, all_layers = self.routes, range(len(self.routes.layers))
         routers: list[int | None] = [*all_layers, *([None] if len(all_layers) > 1 else [])]
         names = [f"{i}: {name}" for i, name in enumerate(routes.layers)] + ["mean of all layers"]
-        texts, start = [], 0
+        texts, start, telling = [], 0, self.telling
         for label, tokens in zip(self.labels, self.tokens, strict=True):
-            texts.append((label, painted(tokens, routes, routes.most_decisive, start)))
+            texts.append((label, painted(tokens, routes, telling, start)))
             start += len(tokens)
         digits = len(str(len(routes.experts)))
         data = {
@@ -97,7 +109,7 @@ class Texts:
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         return Markup(
             environment.from_string(_PART).render(
-                style=Markup(STYLE), layers=layers, picked=routes.most_decisive, texts=texts, data=data
+                style=Markup(STYLE), layers=layers, picked=telling, texts=texts, data=data
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 import torch
@@ -131,9 +132,13 @@ def test_the_experts_of_a_report_are_those_of_a_plain_forward(kind, models, repo
         routes = page.routes(layer)
         assert [expert for expert, _ in routes] == experts_T.tolist()
         assert [share for _, share in routes] == pytest.approx((100 * shares_T).tolist(), abs=0.51)
-    # Without a script, the page shows the layer that differs most.
-    share_LN = shares_LTN.mean(1)
-    assert page.picked == int(share_LN.square().sum(-1).argmax())
+    # Without a script, the page shows the layer whose shares differ most between the domains.
+    share_LN, ends = shares_LTN.mean(1), [0]
+    for text in page.texts:
+        ends.append(ends[-1] + len(text))
+    by_text = [shares_LTN[:, a:b].mean(1) for a, b in pairwise(ends)]
+    difference_LN = sum(by_text[:4]) / 4 - sum(by_text[4:]) / 2
+    assert page.picked == int(difference_LN.square().sum(-1).argmax())
     names = NAMES if kind == "mixture" else [f"expert {i}" for i in range(20)]
     colors = json.loads(page.scripts[0])["layers"][page.picked]["colors"]
     assert colors == sorted(share_LN[page.picked].topk(min(len(names), 7)).indices.tolist())

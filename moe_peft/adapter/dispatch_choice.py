@@ -183,18 +183,19 @@ def make_dispatch(
     unit: int,
     scaling: float,
     mixes_outputs: bool,
-    base_expert: bool = False,
+    has_base: bool = False,
 ) -> Dispatch:
     """
     The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens.
 
     Args:
         num_experts: how many experts have matrices.
-        base_expert: whether the expert after these, which has none, may have been chosen: it is the base as it is.
+        has_base: whether tokens may go to the base as it is: to the expert after these, or to -1.
     """
-    updated_TK = experts_TK < num_experts if base_expert else None
-    if base_expert:
-        experts_TK = experts_TK.clamp(max=num_experts - 1)
+    updated_TK = None
+    if has_base:
+        updated_TK = (experts_TK >= 0) & (experts_TK < num_experts)
+        experts_TK = experts_TK.clamp(0, num_experts - 1)
     tokens, k = experts_TK.shape
     method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
     if known(tokens == 0):  # what batched and grouped products do without rows depends on the device

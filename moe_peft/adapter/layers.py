@@ -144,16 +144,19 @@ class MoELoraLayer(BaseTunerLayer):
         router = self.router(adapter_name)
         logits_TN = router(x_TD, token_ids_for(router, x_TD)) if router.by_token_id else router(x_TD)
         logits_TN = recorded(router, logits_TN)
-        steering = steering_of(self)
+        steering, has_base = steering_of(self), spec.base_expert
         if steering is None:
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
+            record_choice(experts_TK, gates_TK)
         else:
             gates_TK, experts_TK = steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
-        record_choice(experts_TK, gates_TK)
+            has_base = has_base or steering.has_base
+            # Where no expert serves a token, its slot counts for none.
+            record_choice(experts_TK.clamp(min=0), gates_TK * (experts_TK >= 0) if steering.has_base else gates_TK)
         unit = math.gcd(spec.rank, self._unit)
         return make_dispatch(
             experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, unit, spec.scaling, mixes_outputs,
-            spec.base_expert,
+            has_base,
         )  # fmt: skip
 
     @property

@@ -252,10 +252,11 @@ class Conversation:
 
     def _answer(self, question: str, before: list[Answer]) -> Iterator[str]:
         prompt_1S, steering, routing = self._prompt(question, before), self.steering, self._routing()
+        by_base = False
         if self._kind == "picked" and self.pick is not None:
             (expert,) = self.pick([question])
-            steering = f"picked: {expert or 'base'}"
-            routing = self.model.disable_adapter() if expert is None else force_experts(self.model, expert)
+            steering, by_base = f"picked: {expert or 'base'}", expert is None
+            routing = force_experts(self.model, [expert])
         length = self._longest(prompt_1S.shape[1])
         self._stop.clear()
         run, pieces = _Run(self._stop), Pieces(self.tokenizer)
@@ -276,7 +277,8 @@ class Conversation:
             if run.error is None:
                 ended = run.ids[-1] in self._ends
                 ending: Any = "end" if ended else "length" if len(run.ids) > length else "stopped"
-                self.answers = [*before, Answer(question, pieces.tokens, run.routes, steering, ending)]
+                routes = None if by_base else run.routes
+                self.answers = [*before, Answer(question, pieces.tokens, routes, steering, ending)]
         if run.error is not None:
             raise run.error
         if rest:

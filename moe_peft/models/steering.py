@@ -14,13 +14,14 @@ from ..adapter.router_recorder import Steered, arguments, state, steering_block
 from ..routing.gates import Steering
 from ..utils.messages import InputError, choice_error
 from .introspection import backbone, expert_names
-from .layer import routed_layers
+from .layer import AdapterLayer, routed_layers
 
 Expert = int | str  # an index, or a name
+Rows = torch.Tensor | Expert | Sequence[Expert | None]
 
 
 @contextmanager
-def force_experts(model: nn.Module, experts_B: torch.Tensor | Expert | Sequence[Expert]) -> Iterator[None]:
+def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
     """
     A context manager: inside the block, every row of a batch goes through one expert, with gate 1, in all MoE layers.
 
@@ -31,7 +32,8 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor | Expert | Sequence[
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
         experts_B: the expert of all rows, an index or a name; or that of each row, [B], or of each token, [B·S], if the
-            batch has no rows (padding-free): a tensor of integers, or a list.
+            batch has no rows (padding-free): a tensor of integers, or a list. In a list for an adapter, None is the
+            base: these rows get no update.
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
@@ -50,10 +52,15 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor | Expert | Sequence[
     ...     outputs = model(inputs)
     ```
     """
+    layers = routed_layers(model, "force_experts")
+    lowest = 0
     if not isinstance(experts_B, torch.Tensor):
-        experts_B = torch.tensor(expert_indices(model, experts_B, "force_experts"))
-    smallest = min(layer.num_experts for layer in routed_layers(model, "force_experts"))
-    if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
+        named = [experts_B] if isinstance(experts_B, (int, str)) else list(experts_B)
+        lowest = -1 if None in named and isinstance(layers[0], AdapterLayer) else 0
+        indices = iter(expert_indices(model, [each for each in named if each is not None], "force_experts"))
+        experts_B = torch.tensor([-1 if each is None else next(indices) for each in named], dtype=torch.long)
+    smallest = min(layer.num_experts for layer in layers)
+    if experts_B.numel() and not lowest <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
     with steered(model, Steering(experts=experts_B.long())):
         yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -217,7 +218,7 @@ class Steering:
     Experts chosen from outside, for each row of a batch or for each token. One of the three is given.
 
     Args:
-        experts: the one expert to use, integers [B].
+        experts: the one expert to use, integers [B]; -1 for none, which in an adapter is the base.
         allowed: the experts that may be chosen, bool [B, n].
         weights: the factor of each expert's update, [B, n].
 
@@ -242,6 +243,11 @@ class Steering:
         if sum(each is not None for each in (self.experts, self.allowed, self.weights)) != 1:
             raise ValueError("Steering: experts, allowed, weights: give one of the three")
 
+    @cached_property
+    def has_base(self) -> bool:
+        """Whether some rows get no expert; asked once, as it waits for the device."""
+        return self.experts is not None and bool((self.experts < 0).any())
+
     @property
     def rows(self) -> int:
         """B"""
@@ -249,7 +255,9 @@ class Steering:
 
     def to(self, device: torch.device) -> Steering:
         """The same on a layer's device, so that it is not copied in each forward pass."""
-        return Steering(*(x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)))
+        moved = Steering(*(x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)))
+        moved.__dict__["has_base"] = self.has_base
+        return moved
 
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
@@ -266,7 +274,7 @@ class Steering:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
             # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing. A
             # logit that is not finite would make it NaN.
-            return logits_TN.gather(1, experts_T1).nan_to_num() * 0 + 1, experts_T1
+            return logits_TN.gather(1, experts_T1.clamp(min=0)).nan_to_num() * 0 + 1, experts_T1
         assert self.allowed is not None
         forbidden_TN = _per_token(self.allowed, logits_TN).logical_not()
         return choose(logits_TN.masked_fill(forbidden_TN, -torch.inf), k, normalize)

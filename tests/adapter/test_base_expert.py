@@ -6,8 +6,8 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 
-from moe_peft import MoELoraConfig, expert_to_lora, force_experts, pin_dispatch
-from tests.helpers.covering import triples
+from moe_peft import MoELoraConfig, expert_to_lora, force_experts, pin_dispatch, record_routing
+from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import EXACT, SINGLE, ffn_layer, linear_layer, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_same, chosen_experts, reference, run
@@ -18,7 +18,7 @@ BASE = 3
 
 @pytest.mark.parametrize(
     "kind, normalize_top_k, mixing, sizes, method",
-    triples(
+    pairs(
         ["gated_bias", "fused", "plain"], [True, False], ["output", "projection"],
         [(2, 1), (2, 2), (4, 1), (4, 2), (4, 3)], ["dense", "blocks", "gather", "dense-blocks"],
     ),
@@ -72,6 +72,25 @@ def test_whoever_goes_to_the_base_gets_the_bases_answer():
         by_row = model(input_ids=IDS).logits
     with force_experts(model, "a"):
         torch.testing.assert_close(by_row[1], model(input_ids=IDS).logits[1], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base_expert", [False, True])
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_rows_for_which_no_expert_is_forced_get_the_bases_answer(mixing, base_expert):
+    """In one batch with rows that have one; as `RequestGate.pick` says it."""
+    torch.manual_seed(1)
+    config = MoELoraConfig(
+        num_experts=4, base_expert=base_expert, mixing=mixing, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(tiny_llama(), config).eval()
+    with force_experts(model, [None, 2]), record_routing(model) as statistics:
+        by_row = model(input_ids=IDS).logits
+    torch.testing.assert_close(by_row[:1], tiny_llama().eval()(input_ids=IDS[:1]).logits, rtol=1e-5, atol=1e-6)
+    with force_experts(model, 2):
+        torch.testing.assert_close(by_row[1:], model(input_ids=IDS[1:]).logits, rtol=1e-5, atol=1e-6)
+    shares_LN = next(iter(statistics.shares().values()))
+    assert (shares_LN[:, 2] == 1).all() and shares_LN.sum() == 2
 
 
 def test_it_is_saved_and_loaded_and_has_no_lora(tmp_path):

@@ -155,6 +155,8 @@ class MoELoraModel(BaseTuner):
         original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
         # The config of a new adapter may be used again for another one; a loaded adapter has a config to itself.
         if not config.inference_mode:
+            if config.modules_to_save is None and config.task_type in ("TOKEN_CLS", "QUESTION_ANS"):
+                config.modules_to_save = []  # the copy's too; PEFT adds the head to it when the adapter is there
             self.peft_config[adapter_name] = copy.copy(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if original != adapter_name:  # TRL makes an adapter's reference with its config, by a copy of its parameters

@@ -17,6 +17,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from accelerate import cpu_offload
 from packaging.version import Version
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -250,6 +251,36 @@ def test_modules_to_save_are_saved_with_the_adapter_and_leave_the_base_alone(tmp
     assert_equal(saved["base_model.model.lm_head.weight"], head.modules_to_save["default"].weight)
     assert_equal(head.original_module.weight, tiny_llama().lm_head.weight)
     assert not torch.equal(head.original_module.weight, head.modules_to_save["default"].weight)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        ("SEQ_CLS", "SequenceClassification"), ("TOKEN_CLS", "TokenClassification"),
+        ("QUESTION_ANS", "QuestionAnswering"), ("FEATURE_EXTRACTION", ""),
+    ],
+)  # fmt: skip
+def test_the_head_of_every_task_is_trained_and_saved_as_with_a_lora(task: str, kind: str, tmp_path):
+    def base() -> Any:
+        torch.manual_seed(0)
+        return getattr(transformers, f"Llama{'For' * bool(kind)}{kind or 'Model'}")(tiny_llama().config).eval()
+
+    def made(config: Any) -> tuple[Any, dict[str, torch.Size]]:
+        model = get_peft_model(base(), config).eval()
+        heads = [p for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
+        with torch.no_grad():
+            for parameter in heads:
+                parameter += 1
+        model.save_pretrained(tmp_path / config.peft_type.value)
+        saved = load_file(tmp_path / config.peft_type.value / "adapter_model.safetensors")
+        return model, {key: w.shape for key, w in saved.items() if "lora_" not in key}
+
+    of_lora = made(LoraConfig(task_type=task, target_modules=["q_proj"]))[1]
+    model, of_ours = made(MoELoraConfig(task_type=task, num_experts=2))
+    assert of_ours == of_lora and bool(of_ours) == bool(kind)
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "MOE_LORA").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS)[0], model(IDS)[0])
 
 
 @pytest.mark.parametrize(

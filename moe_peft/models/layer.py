@@ -145,9 +145,7 @@ class AdapterLayer(RoutedLayer):
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
         experts, router = self.experts, self.router
-        uniform = LinearRouter(self.module.in_features, self.num_experts).requires_grad_(False)
-        uniform.weight.zero_()
-        self.module.moe_lora_router[self.adapter] = uniform.to(self.device)
+        self.module.moe_lora_router[self.adapter] = _uniform(router).to(self.device)
         self.module.moe_lora_spec[self.adapter] = replace(
             experts, top_k=self.num_experts, normalize_top_k=True, mixing=mixing or experts.mixing
         )
@@ -262,9 +260,17 @@ class NativeLayer(RoutedLayer):
 
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
-        gate = self.module
-        weight, top_k = gate.weight.data, gate.top_k
-        gate.weight.data, gate.top_k = torch.zeros_like(weight), len(weight)
+        gate, top_k, n = self.module, self.top_k, self.num_experts
+        if isinstance(gate, RoutedGate):
+            router, normalizes = gate.moe_router, gate.normalizes
+            gate.moe_router, gate.top_k, gate.normalizes = _uniform(router).to(self._like), n, True
+            try:
+                yield
+            finally:
+                gate.moe_router, gate.top_k, gate.normalizes = router, top_k, normalizes
+            return
+        weight = gate.weight.data
+        gate.weight.data, gate.top_k = torch.zeros_like(weight), n
         try:
             yield
         finally:
@@ -303,6 +309,13 @@ class NativeLayer(RoutedLayer):
     def _stacked(self, experts: nn.Module) -> list[nn.Parameter]:
         """The matrices of n experts, [n, …, …] each."""
         return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == self.num_experts]
+
+
+def _uniform(router: Router) -> LinearRouter:
+    """A router in its place whose gates, a softmax over all experts, are 1/n."""
+    uniform = LinearRouter(router.hidden_size, router.num_experts).requires_grad_(False)
+    uniform.weight.zero_()
+    return uniform
 
 
 # --- a model's layers ------------------------------------------------------------------------------------------------

@@ -729,9 +729,9 @@ def test_router_logits_follow_the_layers_when_transformers_deletes_the_active_ad
 
 # Values that would compute something else than asked, or NaN.
 WRONG: list[tuple[str, Any]] = [
-    *(("r", value) for value in (0, -1, 1.5)),
-    *(("num_experts", value) for value in (0, -1)),
-    *(("top_k", value) for value in (0, 9)),
+    *(("r", value) for value in (0, -1, 1.5, None)),
+    *(("num_experts", value) for value in (0, -1, "8")),
+    *(("top_k", value) for value in (0, 9, True)),
     *(("lora_alpha", value) for value in (0, -1, float("nan"))),
     *(("lora_dropout", value) for value in (1.0, -0.1, float("nan"))),
     *(("router_jitter_noise", value) for value in (1.0, -0.1)),
@@ -751,6 +751,16 @@ def test_wrong_config_value_is_one_line_naming_field_and_value(field: str, value
         MoELoraConfig(**{field: value})
     message = str(error.value)
     assert f"{field}=" in message and repr(value) in message and "\n" not in message
+
+
+def test_none_for_a_pattern_is_none_of_it_and_whole_numbers_are_integers(tmp_path):
+    patterns = dict.fromkeys(("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"))
+    config = MoELoraConfig(r=4.0, num_experts=4, **patterns)
+    assert config == MoELoraConfig(r=4, num_experts=4) and type(config.r) is int
+    adapted(num_experts=4, r=4).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **patterns}))
+    assert_equal(logits(PeftModel.from_pretrained(tiny_llama(), tmp_path)), logits(adapted(num_experts=4, r=4)))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import Field, InitVar, dataclass, field, fields, make_dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from peft import PeftConfig, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..routing.routers import ROUTERS, Router, RouterSettings
 from ..utils.messages import InputError
@@ -316,9 +318,13 @@ class MoELoraConfig(_Settings, PeftConfig):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config, and the adapter's model card beside it, see `moe_peft.utils.model_card.write_model_card`."""
+        """
+        Save the config. Beside an adapter's weights, which PEFT saves first, also the adapter's model card, see
+        `moe_peft.utils.model_card.write_model_card`.
+        """
         super().save_pretrained(save_directory, **kwargs)
-        write_model_card(save_directory)
+        if any(Path(save_directory, name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+            write_model_card(save_directory)
 
 
 def by_pattern(pattern: dict[str, Any] | None, module_name: str, default: Any) -> Any:

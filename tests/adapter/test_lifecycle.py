@@ -237,6 +237,12 @@ def test_model_cards_of_all_adapters_say_once_that_loading_needs_the_import(tmp_
 
 
 @pytest.mark.slow
+def test_a_config_alone_is_saved_as_one_file(tmp_path):
+    adapter().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
+    assert peft.PeftConfig.from_pretrained(tmp_path).to_dict() == adapter().to_dict()
+
+
 def test_loading_without_the_import_stops_with_a_key_error_naming_the_type(fresh_process):
     lines = [line for line in fresh_process[1].splitlines() if line.startswith("KeyError")]
     assert lines == ["KeyError: 'MOE_LORA'"]

@@ -331,7 +331,7 @@ def training_stages(options: Options) -> dict[str, Any]:
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)
         folder = str(Path(training.output_dir, name))
-        with prefixed(path):
+        with prefixed(path), refused_settings():
             stage_args[path] = type(training)(**{**common, "output_dir": folder, **settings, "training_stage": name})
     return stage_args
 

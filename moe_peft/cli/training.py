@@ -28,7 +28,7 @@ from ..training.router_config import loss_coefficients
 from ..training.trainable import on_quantized
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
-from ..utils.io import hash_file, output_folder, reading
+from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
 from ..utils.loading import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -261,7 +261,7 @@ def _load_model(options: Options, config: MoELoraConfig | None) -> tuple[Any, Mo
     model, folder = options.base.load(), options.run.adapter
     if folder is None:
         return model, config
-    with reading(f"adapter={folder!r}"):
+    with refused_by_libraries(f"adapter={folder!r}"):
         return PeftModel.from_pretrained(model, folder, is_trainable=True, config=options.adapter_config()), None
 
 

@@ -180,10 +180,10 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
 
 @contextmanager
 def prefixed(path: str) -> Iterator[None]:
-    """Inside this block, the message of a `ValueError` begins with the section that has the values."""
+    """Inside this block, the message of an `InputError` begins with the section that has the values."""
     try:
         yield
-    except ValueError as error:
+    except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
 

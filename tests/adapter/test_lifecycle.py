@@ -40,6 +40,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from moe_peft import MoELoraConfig
 from moe_peft.adapter.layers import MoELoraLayer
+from moe_peft.utils.messages import InputError
 from tests.helpers.adapters import save_adapter_with_sets
 from tests.helpers.models import tiny_llama, tiny_opt
 
@@ -835,15 +836,18 @@ def test_targets(settings: dict[str, Any], expected: set[str]):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"target_modules": ["w1"]}, "w1.*not found"),
+        ({"target_modules": ["w1"]}, "w1.*not found.* Its linears are down_proj, gate_proj, k_proj, .*lm_head, o_proj"),
+        ({"target_modules": "w[12]"}, r"w\[12\].*not found.* Its linears are"),
+        ({"target_modules": ["all"]}, "all.*not found.* Did you mean 'all-linear'"),
         ({"target_modules": ["mlp"], "layers_to_transform": [7]}, "layers_to_transform.*7"),
         ({"exclude_modules": ["mlp"]}, "exclude_modules"),
     ],
-    ids=["name", "layer", "all excluded"],
+    ids=["name", "regex", "all", "layer", "all excluded"],
 )
 def test_targets_that_match_nothing_are_an_error(settings: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(peft.NoMatchingPeftModuleError, match=message) as error:
         adapted(**settings)
+    assert isinstance(error.value, InputError) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("settings", [{}, {"layers_to_transform": [0]}], ids=["all", "some layers"])

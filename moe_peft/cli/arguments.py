@@ -28,6 +28,7 @@ from ..training.router_config import RouterLossConfig, Stage
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
 from ..utils.validation import check_range, prefixed, read_settings, read_yaml, validate
+from .foreign import said_of
 from .help import GroupedParser
 
 # --- options of training ---------------------------------------------------------------------------------------------
@@ -230,7 +231,8 @@ class TrainingParser(GroupedParser, TrlParser):
         self.set_defaults_with_config(**settings)
         options, unknown = self.parse_known_args(arguments)
         for flag in unknown:
-            raise InputError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
+            known = [f"--{name}" for name in self.actions]
+            raise InputError(said_of(flag.partition("=")[0]) or unknown_key(flag, known, f"`{self.prog} --help-all`"))
         if options.model_name_or_path is None and options.adapter is None:
             raise InputError(
                 "model_name_or_path=None: name a model folder or a model on the hub, or a file with --config"
@@ -264,6 +266,8 @@ class TrainingParser(GroupedParser, TrlParser):
         with prefixed(path):
             settings.pop("plugins", None)  # `main` has imported them
             for key, value in settings.items():
+                if said := said_of(str(key), value):
+                    raise InputError(said)
                 if key not in self.actions or key in ("help", "config"):
                     raise InputError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
                 if self.actions[key].nargs == "+" and isinstance(value, str):

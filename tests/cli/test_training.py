@@ -26,6 +26,7 @@ from moe_peft.cli.sft import parser
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer, resuming
 from moe_peft.training.checkpointing import fingerprint_of, mark_complete
+from moe_peft.training.data import load_data
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import tuner_layers
 from tests.helpers.training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
@@ -653,6 +654,22 @@ def test_conversations_are_messages(names, case, tmp_path, capsys):
         assert torch.equal(trained["conversations"][name], value)
 
 
+def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
+    given = [
+        {"instruction": "Add them.", "input": "2 and 3", "output": "5", "topic": "a"},
+        {"instruction": "Say hi.", "input": "", "output": "hi", "topic": "b", "system": "Be kind.",
+         "history": [["hello", "hello!"]]},
+    ]  # fmt: skip
+    (tmp_path / "rows.json").write_text(json.dumps(given))
+    rows = load_data(str(tmp_path / "rows.json"), "dataset_name", "topic").to_list()
+    assert rows[0] == {
+        "topic": "a", "prompt": [{"role": "user", "content": "Add them.\n\n2 and 3"}],
+        "completion": [{"role": "assistant", "content": "5"}],
+    }  # fmt: skip
+    asked = [("system", "Be kind."), ("user", "hello"), ("assistant", "hello!"), ("user", "Say hi.")]
+    assert [(m["role"], m["content"]) for m in rows[1]["prompt"]] == asked
+
+
 def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
     text = yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")})
     (tmp_path / "run.yaml").write_text(text + "\nstages: {rest: {learning_rate: 1e-3, fp16: true}}\n")
@@ -819,6 +836,11 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ),
         ("report_to", "comet_ml", "report_to='comet_ml': "),
         ("report_to", "nonsense", "report_to='nonsense': "),
+        ("report_to", "wandb", "report_to='wandb': No API key configured. Use `wandb login`"),
+        ("num_experts", 1, "num_experts=1: a single expert is always active and has no router"),
+        ("target_modules", "all", "target_modules: all: not a setting here; instead: target_modules: all-linear"),
+        ("target_modules", ["W_pack"], "{'W_pack'} not found in the base model"),
+        ("bf16", "auto", "bf16: auto: not a setting here; instead: leave it out"),
         ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),
         ("optim_args", "foo", "optim_args='foo': "),
         ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1}: of 'linear'"),
@@ -838,7 +860,9 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint='nowhere': is not a complete checkpoint"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
+def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # where W&B would find a login
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     command = "dpo" if key == "beta" else "sft"
     assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
 

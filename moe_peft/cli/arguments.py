@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ from ..utils.messages import InputError, arguments_error, choice_error, one_line
 from ..utils.validation import check_range, prefixed, read_settings, read_yaml, validate
 from .foreign import said_of
 from .help import GroupedParser
+
+logger = logging.getLogger("moe_peft")
 
 # --- options of training ---------------------------------------------------------------------------------------------
 
@@ -239,8 +242,13 @@ class TrainingParser(GroupedParser, TrlParser):
             )
         if options.dataset_name is None:
             raise InputError("dataset_name=None: name a file, a folder or a dataset")
-        if options.dry_run and not torch.accelerator.is_available():
-            self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+        names = {self._spelled(argument).partition("=")[0] for argument in arguments}
+        if not torch.accelerator.is_available():
+            if options.dry_run:
+                self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+            elif not options.use_cpu and "bf16" not in settings and not names & {"--bf16", "--no_bf16"}:
+                self.actions["bf16"].default = False
+                logger.info("bf16=False: there is no GPU here, so this trains in float32")
             options = self.parse_known_args(arguments)[0]
         try:
             model, data, adapter, training, run, _ = self.parse_args_into_dataclasses(arguments)
@@ -256,7 +264,6 @@ class TrainingParser(GroupedParser, TrlParser):
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         with refused_settings():
             model = ModelConfig(**vars(model))
-        names = {self._spelled(argument).partition("=")[0] for argument in arguments}
         has_rate = "learning_rate" in settings or "--learning_rate" in names
         return Options(data, training, model, vars(adapter), run, has_rate, vars(options))
 

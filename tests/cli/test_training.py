@@ -654,6 +654,14 @@ def test_conversations_are_messages(names, case, tmp_path, capsys):
         assert torch.equal(trained["conversations"][name], value)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="bfloat16 is TRL's default where a GPU has it")
+def test_without_an_accelerator_bfloat16_is_off_unless_asked_for(case, tmp_path, capsys):
+    settings = {name: value for name, value in case.items() if name not in ("bf16", "use_cpu")}
+    assert weights(run("sft", tmp_path, {**settings, "max_steps": 1}))
+    (tmp_path / "asked").mkdir()
+    assert "add --bf16 false" in refused("sft", tmp_path / "asked", {**settings, "bf16": True}, capsys=capsys)
+
+
 def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
     given = [
         {"instruction": "Add them.", "input": "2 and 3", "output": "5", "topic": "a"},

@@ -225,7 +225,8 @@ class MoELoraConfig(_Settings, PeftConfig):
             if not are_ids or not 0 < len({*ids}) == len(ids):
                 self._fail("trainable_token_indices", "give different token ids, as a list, or lists by module name")
         names = self.expert_names
-        if names is not None and (len({*names}) < len(names) or len(names) != most):
+        are_texts = isinstance(names, (list, tuple)) and all(isinstance(name, str) and name for name in names)
+        if names is not None and (not are_texts or len({*names}) < len(names) or len(names) != most):
             self._fail("expert_names", f"give {most} different names, one for each expert, or leave them out")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):

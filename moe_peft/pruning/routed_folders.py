@@ -47,6 +47,7 @@ class Prunable(ABC):
     same_size = False  # whether all layers must keep the same number of experts
     layers: list[RoutedLayer]  # in the order of the routers in a forward pass
     base: str | None  # of an adapter, for the model card
+    expert_names: Sequence[str] = ()
 
     @abstractmethod
     def similarity(self, layer: int) -> torch.Tensor:
@@ -76,6 +77,7 @@ class PrunableAdapter(Prunable):
     def __init__(self, folder: MoELoraFolder) -> None:
         self.folder, self.config, self.base = folder, copy.deepcopy(folder.config), folder.base.path
         self.config.base_model_name_or_path, self.config.revision = folder.base.path, folder.base.revision
+        self.expert_names = self.config.expert_names or ()
         self.text_config = folder.base.config.get_text_config()
         adapted = {
             name.replace(".base_layer", ""): layer
@@ -176,6 +178,7 @@ class PrunableMoE(Prunable):
 
     def __init__(self, folder: NativeFolder) -> None:
         self.folder, self.family, self.config, self.tensors = folder, folder.family, folder.config, folder.tensors
+        self.expert_names = getattr(folder.config.get_text_config(), NAMES_FIELD, None) or ()
         n, k = folder.num_experts, folder.config.num_experts_per_tok
         if n < 1:
             raise InputError(f"{folder}: {self.family.count}: the config says there are no experts")

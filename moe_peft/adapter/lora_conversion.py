@@ -26,7 +26,7 @@ from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
-from .base_model import embeddings_name, short_names
+from .base_model import embeddings_name, has_routed_experts, short_names
 from .config import EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, name_in_base, trained_tokens
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, layout_in_layer
@@ -148,6 +148,12 @@ def lora_to_moe(
     if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
         raise InputError(
             "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
+        )
+    if has_routed_experts(model):
+        raise InputError(
+            f"lora_to_moe: {type(model).__name__} has routed experts of its own, beside which there can be no others, "
+            "not in its attention either; serve the adapters one for each request (vLLM: --enable-lora), or merge them "
+            "with PEFT's add_weighted_adapter"
         )
     loras, targets = _read_loras(model, adapters)
     # The model's task: adapters may name another, which nothing of a LoRA depends on.

@@ -313,6 +313,8 @@ def check_rows(
         for name in of_tokens:
             if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
                 raise InputError(f"{where}: {name}={one_line(repr(row[name]), 60)}: must have a value for each token")
+        if wrong := [token for token in row.get("labels") or () if token != IGNORED and token not in range(size)]:
+            raise InputError(f"{where}: labels: {wrong[0]!r}: must be tokens from 0 to {size - 1}, or {IGNORED}")
         for part in parts:
             messages = [
                 message for key in part for message in _messages(f"{where}: {key}", key, row[key], template, size)

@@ -332,7 +332,9 @@ def by_pattern(pattern: dict[str, Any] | None, module_name: str, default: Any) -
     """
     A module's value in `rank_pattern` or another of PEFT's patterns: that of the first key that its name ends with.
     """
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module_name)), default)
+    return next(
+        (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module_name)), default
+    )
 
 
 def usual_alpha(r: int, top_k: int = 1, use_rslora: bool = False) -> float:

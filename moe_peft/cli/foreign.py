@@ -1,4 +1,6 @@
-"""Keys of other programs' configs, and what they are in `moe-peft sft` and `moe-peft dpo`; docs/coming-from.md lists them."""
+"""
+Keys of other programs' configs, and what they are in `moe-peft sft` and `moe-peft dpo`; docs/coming-from.md lists them.
+"""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ def print_pruning(pruning: Pruning) -> None:
         change = (f"{layer.num_experts} → {len(layer.groups)}", ", ".join(map(str, layer.dropped)), merged)
         kind = re.sub(r"\.\d+\.", ".*.", layer.name) if len(pruning.layers) > _MOST_ROWS else layer.name
         rows.setdefault((kind, *change), []).append(i)
-    for (kind, *change), layers in rows.items():
+    for (kind, *changes), layers in rows.items():
         lost = "" if pruning.lost is None else f"{sum(pruning.lost['layers'][i] for i in layers) / len(layers):.1%}"
-        table.add_row(f"{kind} ({len(layers)})" if len(layers) > 1 else pruning.layers[layers[0]].name, *change, lost)
+        table.add_row(f"{kind} ({len(layers)})" if len(layers) > 1 else pruning.layers[layers[0]].name, *changes, lost)
     console.print(table)
     table = Table("", "before", "after")
     for row, name in (("parameters", "total"), ("active per token", "active")):

@@ -341,8 +341,8 @@ def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLay
     layers = layers or [*native_layers(model)]
     if caller and not layers and any(isinstance(m, MoELoraLayer) and m.active_adapters for m in model.modules()):
         raise InputError(
-            f"{caller}: num_experts=1: a single expert is always active and has no router; give at least 2, or train it "
-            "as a LoRA, with trl sft"
+            f"{caller}: num_experts=1: a single expert is always active and has no router; give at least 2, or train "
+            "it as a LoRA, with trl sft"
         )
     if caller and not layers:
         raise InputError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")

@@ -90,7 +90,9 @@ def _add_eos_token(token: int, config: PreTrainedConfig, generation: Path) -> No
     values = read_json(generation) if generation.is_file() else {}
     tokens = _listed(values.get("eos_token_id")) or former
     if token not in tokens:
-        generation.write_text(json.dumps({**values, "eos_token_id": [token, *tokens]}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        generation.write_text(
+            json.dumps({**values, "eos_token_id": [token, *tokens]}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _listed(tokens: int | list[int] | None) -> list[int]:

@@ -219,7 +219,9 @@ class PrunableMoE(Prunable):
         counts: dict[str, Any] = {key: m for key in ("num_experts", "num_local_experts") if key in values}
         if (left := _names(values.pop(NAMES_FIELD, None), groups)) is not None:
             counts[NAMES_FIELD] = left
-        (folder / CONFIG).write_text(json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(
+            json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         copy_companions(self.folder.folder, folder)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:

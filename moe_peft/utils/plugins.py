@@ -28,8 +28,8 @@ def load_plugins(names: Sequence[str] | str) -> None:
             import_module(name)
         except (Exception, SystemExit) as error:
             raise InputError(
-                f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}{_place(error)}; name a "
-                "module that is installed, or a file in the current folder without its .py"
+                f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}{_place(error)}; name "
+                "a module that is installed, or a file in the current folder without its .py"
             ) from error
 
 

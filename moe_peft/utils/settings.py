@@ -24,8 +24,9 @@ class Range:
     def __contains__(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, Real):
             return False
-        inside = self.at_least <= value <= self.at_most and self.above < value < self.below
-        return bool(inside and (not self.whole or value % 1 == 0))
+        number: Any = value  # perhaps of NumPy
+        inside = self.at_least <= number <= self.at_most and self.above < number < self.below
+        return bool(inside and (not self.whole or number % 1 == 0))
 
     def __str__(self) -> str:
         if self.at_least > -inf and self.at_most < inf:

@@ -149,7 +149,7 @@ def test_loras_of_a_moe_are_told_what_to_do_with_them(attention, tmp_path):
     base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, num_experts=4, moe_intermediate_size=16))
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     adapted.save_pretrained(tmp_path / "lora")
-    with pytest.raises(ValueError, match="has routed experts of its own, .*--enable-lora.*add_weighted_adapter"):
+    with pytest.raises(ValueError, match=r"has routed experts of its own, .*--enable-lora.*add_weighted_adapter"):
         lora_to_moe(adapted.unload(), [tmp_path / "lora"] * 2, attention=attention)
 
 

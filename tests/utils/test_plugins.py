@@ -41,7 +41,11 @@ def test_a_router_of_the_current_folder(flags, settings, folder, tokenizer, caps
     "name, text, message",
     [
         ("nowhere", None, "plugins='nowhere': cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
-        ("broken", "def f():\n    1 / 0\nf()", "cannot be imported: ZeroDivisionError: division by zero (PLACE, line 2)"),
+        (
+            "broken",
+            "def f():\n    1 / 0\nf()",
+            "cannot be imported: ZeroDivisionError: division by zero (PLACE, line 2)",
+        ),
         ("torn", "import json\n\njson.loads(3)", "must be str, bytes or bytearray, not int (PLACE, line 3)"),
         ("wrong", "x = (", "plugins='wrong': cannot be imported: SyntaxError: '(' was never closed (wrong.py, line 1)"),
         ("ends", "import sys; sys.exit(0)", "plugins='ends': cannot be imported: SystemExit: 0"),

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_peft.cli import dpo, main, sft
+from moe_peft.cli.foreign import FOREIGN
 from moe_peft.demo.tasks import write_rows as demo_rows
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_rows
@@ -64,9 +66,42 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 def test_the_routers_are_counted():
     from moe_peft.routing import ROUTERS
 
-    word = {9: "Nine", 10: "Ten", 11: "Eleven", 12: "Twelve"}[len(ROUTERS)]
+    words = [
+        "Nine",
+        "Ten",
+        "Eleven",
+        "Twelve",
+        "Thirteen",
+        "Fourteen",
+        "Fifteen",
+        "Sixteen",
+        "Seventeen",
+        "Eighteen",
+        "Nineteen",
+        "Twenty",
+    ]
+    word = words[len(ROUTERS) - 9]
     assert f"[{word} routers](docs/routers.md)" in README.read_text(encoding="utf-8")
     assert f"**{word} routers**" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_keys_of_other_programs_are_those_that_the_commands_answer():
+    table = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8").partition("| there | here |\n|---|---|\n")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
+    listed = {key.strip("`"): here.replace("`", "") for keys, here in rows for key in keys.split(", ")}
+    assert listed == FOREIGN
+    settings = {command: command.parser("moe-peft").actions for command in (sft, dpo)}
+    assert not [key for key in FOREIGN for known in settings.values() if key in known]
+    for key, here in FOREIGN.items():
+        named = re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", re.sub(r": \w+|\w+\.json", "", here))
+        assert all(name in settings[sft] for name in named), key
+
+
+@pytest.mark.parametrize("key", ["lora_model_dir", "model_type", "val_set_size", "rl", "torch_dtype"])
+def test_a_key_of_another_program_is_not_guessed(key, capsys):
+    with pytest.raises(SystemExit):
+        main(["sft", f"--{key}", "x"])
+    assert f"error: --{key}: not a setting here; instead: {FOREIGN[key]}\n" in capsys.readouterr().err
 
 
 def differences(text: str) -> list[tuple[float, ...]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import Field, InitVar, dataclass, field, fields, make_dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from peft import PeftConfig, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..routing.routers import ROUTERS, Router, RouterSettings
 from ..utils.messages import InputError
@@ -233,7 +235,8 @@ class MoELoraConfig(_Settings, PeftConfig):
             if not are_ids or not 0 < len({*ids}) == len(ids):
                 self._fail("trainable_token_indices", "give different token ids, as a list, or lists by module name")
         names = self.expert_names
-        if names is not None and (len({*names}) < len(names) or len(names) != most):
+        are_texts = isinstance(names, (list, tuple)) and all(isinstance(name, str) and name for name in names)
+        if names is not None and (not are_texts or len({*names}) < len(names) or len(names) != most):
             self._fail("expert_names", f"give {most} different names, one for each expert, or leave them out")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
@@ -327,16 +330,22 @@ class MoELoraConfig(_Settings, PeftConfig):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config, and the adapter's model card beside it, see `moe_peft.utils.model_card.write_model_card`."""
+        """
+        Save the config. Beside an adapter's weights, which PEFT saves first, also the adapter's model card, see
+        `moe_peft.utils.model_card.write_model_card`.
+        """
         super().save_pretrained(save_directory, **kwargs)
-        write_model_card(save_directory)
+        if any(Path(save_directory, name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+            write_model_card(save_directory)
 
 
-def by_pattern(pattern: dict[str, Any], module_name: str, default: Any) -> Any:
+def by_pattern(pattern: dict[str, Any] | None, module_name: str, default: Any) -> Any:
     """
     A module's value in `rank_pattern` or another of PEFT's patterns: that of the first key that its name ends with.
     """
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module_name)), default)
+    return next(
+        (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module_name)), default
+    )
 
 
 def usual_alpha(r: int, top_k: int = 1, use_rslora: bool = False) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -11,19 +12,20 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import pad
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ..utils.compat import private
 from ..utils.distributed import shape_of
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
-from .base_model import embeddings_name, short_names
+from .base_model import embeddings_name, has_routed_experts, short_names
 from .config import EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, name_in_base, trained_tokens
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, layout_in_layer
@@ -32,6 +34,7 @@ from .layers import MoELoraLayer, MoELoraLinear
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
 Attention: TypeAlias = Literal["route", "mean"]
 logger = logging.getLogger("moe_peft")
+_maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 _PREFIX = "base_model.model."
 # What a LoRA may have and an expert cannot: field → the value that means none of it, besides None and empty ones; why.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -146,6 +149,12 @@ def lora_to_moe(
     if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
         raise InputError(
             "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
+        )
+    if has_routed_experts(model):
+        raise InputError(
+            f"lora_to_moe: {type(model).__name__} has routed experts of its own, beside which there can be no others, "
+            "not in its attention either; serve the adapters one for each request (vLLM: --enable-lora), or merge them "
+            "with PEFT's add_weighted_adapter"
         )
     loras, targets = _read_loras(model, adapters if always is None else [*adapters, always])
     shared = None if always is None else loras.pop()
@@ -470,6 +479,13 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
         if kind not in ("A.weight", "B.weight"):
             raise InputError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
         (A if kind == "A.weight" else B)[module] = tensor
+    ignored = _untargeted(config, [*A, *B], model)
+    if ignored:
+        logger.warning(
+            "%s: target_modules=%s leaves out %s, whose LoRA is in the file; like PEFT, the mixture does not use it",
+            name, config.target_modules, ", ".join(sorted(ignored)),
+        )  # fmt: skip
+    A, B = ({module: tensor for module, tensor in of.items() if module not in ignored} for of in (A, B))
     lora = _Lora(name, config, A, B, tokens)
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
@@ -484,6 +500,15 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
                 f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
+
+
+def _untargeted(config: LoraConfig, modules: Sequence[str], model: nn.Module) -> set[str]:
+    """The modules that PEFT would give no LoRA, such as a head with "all-linear"."""
+    if config.target_modules is None:
+        return set()
+    config = copy.copy(config)
+    _maybe_include_all_linear_layers(config, model)
+    return {module for module in modules if not check_target_module_exists(config, module)}
 
 
 def _rows_by_token(

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar, cast
 
 import torch
-from peft import PeftModel
+from peft import NoMatchingPeftModuleError, PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TrainableTokensWrapper
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from ..routing.routers import make_router
 from ..utils.compat import private, require
 from ..utils.distributed import shape_of
-from ..utils.messages import InputError
+from ..utils.messages import InputError, one_line
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
 from .base_model import embeddings_name, find_ffns, is_encoder_decoder, layout_of, name_endings
@@ -155,8 +155,13 @@ class MoELoraModel(BaseTuner):
         original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
         # The config of a new adapter may be used again for another one; a loaded adapter has a config to itself.
         if not config.inference_mode:
+            if config.modules_to_save is None and config.task_type in ("TOKEN_CLS", "QUESTION_ANS"):
+                config.modules_to_save = []  # the copy's too; PEFT adds the head to it when the adapter is there
             self.peft_config[adapter_name] = copy.copy(config)
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except NoMatchingPeftModuleError as error:
+            raise _NoTarget(f"MoELoraConfig: {one_line(error)}{_likely_targets(config, model)}") from error
         if original != adapter_name:  # TRL makes an adapter's reference with its config, by a copy of its parameters
             for module in model.modules():
                 if isinstance(module, MoELoraLayer):
@@ -297,6 +302,22 @@ class MoELoraModel(BaseTuner):
             if not saved[key].isfinite().all():
                 raise InputError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped
+
+
+class _NoTarget(InputError, NoMatchingPeftModuleError):
+    """As PEFT raises it, and something that a user gave."""
+
+
+def _likely_targets(config: MoELoraConfig, model: nn.Module) -> str:
+    """What to name instead of `target_modules` that match nothing."""
+    wanted = {config.target_modules} if isinstance(config.target_modules, str) else set(config.target_modules or ())
+    if "all" in wanted:
+        return " Did you mean 'all-linear'?"
+    modules = dict(model.named_modules())
+    if wanted & {*modules, *name_endings(modules)}:
+        return ""  # they are there, but left out by another setting
+    linears = name_endings(name for name, module in modules.items() if isinstance(module, nn.Linear))
+    return f" Its linears are {', '.join(sorted(linears))}; without target_modules, every FFN gets experts."
 
 
 def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:

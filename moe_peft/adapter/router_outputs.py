@@ -51,10 +51,11 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     Set the model config's fields to those of the active adapters; put the base's own back if no router is left.
 
     Values that a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stay until other adapters are
-    active.
+    active; a change of n or k leaves them.
     """
     if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
         return
+    before = {name for name, _, _ in model.__dict__["_moe_lora_synced"] or ()}
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
     config = text_config(model)
     _ignore_at_inference(model, bool(routers))
@@ -63,6 +64,8 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
         return
     config.num_experts = max(n for _, n, _ in routers)
     config.num_experts_per_tok = routers[0][2]
+    if before == {name for name, _, _ in routers}:
+        return
     config.router_aux_loss_coef = max(configs[name].router_aux_loss_coef for name, _, _ in routers)
     config.output_router_logits = config.router_aux_loss_coef > 0
 

@@ -161,7 +161,7 @@ def write_html(
             shares_section(shares, figures["load"], tokens, statistics.sizes, names),
             _texts(texts),
             *_compliance(statistics, figures),
-            load_section(health, has_map),
+            load_section(health, has_map, bool(about.get("mixed"))),
             _layers(statistics),
             *_similarity(about["similarity"], about["similarity_of"], names),
             *_token_classes(statistics, figures, names),
@@ -191,6 +191,7 @@ def load_line(health: LoadHealth, wanted: bool = False) -> str:
 
     Args:
         wanted: whether an expert map asks for uneven loads.
+        mixed: whether `moe-peft mix` made the model, without training, on which there is no advice then.
     """
     idle = f"{health.dead} of {health.experts} experts {'are' if health.dead > 1 else 'is'} idle"
     idle = idle if health.dead else "no expert is idle"
@@ -246,7 +247,7 @@ def losses_line(losses: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def load_section(health: LoadHealth, wanted: bool = False) -> Section:
+def load_section(health: LoadHealth, wanted: bool = False, mixed: bool = False) -> Section:
     """
     Whether the experts are used evenly, in words.
 
@@ -259,7 +260,8 @@ def load_section(health: LoadHealth, wanted: bool = False) -> Section:
         "the same way."
     ]
     if health.warning and not wanted:
-        return Section("Is the load healthy?", text, health.warning, bad=health.status == "collapsed")
+        said = health.finding if mixed else health.warning
+        return Section("Is the load healthy?", text, said, bad=health.status == "collapsed")
     verdicts = {
         "even": f"Yes, it is as even as that of untrained gates: {health}.",
         "unknown": f"There are too few tokens to tell: {health}. By chance alone, CV would be {health.by_chance:.2f}.",

@@ -20,6 +20,7 @@ from ..routing.expert_map import in_order
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
 from ..utils.messages import InputError
+from ..utils.model_card import is_untrained_mixture
 from .html import EFFECTIVE, STRONGEST, numbering, strongest, write_html
 from .inputs import Rows, describe, load_rows
 from .recorder import RoutingStatistics, record_routing
@@ -80,6 +81,7 @@ def inspect_model(
         statistics = _recorded(model, tokenizer, rows, expert_map, position_width, dtype)
         texts = sample_texts(model, tokenizer, rows) if html else None
         about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
+        about["mixed"] = is_untrained_mixture(model_path)
         with REPORT.replaced(folder) as partial:
             files = write_files(statistics, partial, suffix, about)
             if texts is not None:
@@ -154,6 +156,8 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
     # Whether the load is healthy.
     warning = statistics.warning()
+    if warning and about["mixed"]:  # its gates were set without training, on which there is no advice
+        warning = statistics.health().finding
     style = "yellow" if warning else None
     console.print(f"load: {warning or statistics.health()}", style=style, highlight=False, soft_wrap=True)
     for path in files:

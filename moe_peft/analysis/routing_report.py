@@ -156,7 +156,7 @@ def _write_compliance(statistics: RoutingStatistics, path: Path) -> None:
 
 
 def _write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *rows])
 
 

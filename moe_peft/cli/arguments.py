@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,10 @@ from ..training.router_config import RouterLossConfig, Stage
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
 from ..utils.validation import check_range, prefixed, read_settings, read_yaml, validate
+from .foreign import said_of
 from .help import GroupedParser
+
+logger = logging.getLogger("moe_peft")
 
 # --- options of training ---------------------------------------------------------------------------------------------
 
@@ -219,15 +223,21 @@ class TrainingParser(GroupedParser, TrlParser):
         self.set_defaults_with_config(**settings)
         options, unknown = self.parse_known_args(arguments)
         for flag in unknown:
-            raise InputError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
+            known = [f"--{name}" for name in self.actions]
+            raise InputError(said_of(flag.partition("=")[0]) or unknown_key(flag, known, f"`{self.prog} --help-all`"))
         if options.model_name_or_path is None and options.adapter is None:
             raise InputError(
                 "model_name_or_path=None: name a model folder or a model on the hub, or a file with --config"
             )
         if options.dataset_name is None:
             raise InputError("dataset_name=None: name a file, a folder or a dataset")
-        if options.dry_run and not torch.accelerator.is_available():
-            self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+        names = {self._spelled(argument).partition("=")[0] for argument in arguments}
+        if not torch.accelerator.is_available():
+            if options.dry_run:
+                self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+            elif not options.use_cpu and "bf16" not in settings and not names & {"--bf16", "--no_bf16"}:
+                self.actions["bf16"].default = False
+                logger.info("bf16=False: there is no GPU here, so this trains in float32")
             options = self.parse_known_args(arguments)[0]
         try:
             model, data, adapter, training, run, _ = self.parse_args_into_dataclasses(arguments)
@@ -243,7 +253,6 @@ class TrainingParser(GroupedParser, TrlParser):
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         with refused_settings():
             model = ModelConfig(**vars(model))
-        names = {self._spelled(argument).partition("=")[0] for argument in arguments}
         has_rate = "learning_rate" in settings or "--learning_rate" in names
         return Options(data, training, model, vars(adapter), run, has_rate, vars(options))
 
@@ -253,6 +262,8 @@ class TrainingParser(GroupedParser, TrlParser):
         with prefixed(path):
             settings.pop("plugins", None)  # `main` has imported them
             for key, value in settings.items():
+                if said := said_of(str(key), value):
+                    raise InputError(said)
                 if key not in self.actions or key in ("help", "config"):
                     raise InputError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
                 if self.actions[key].nargs == "+" and isinstance(value, str):
@@ -320,7 +331,7 @@ def training_stages(options: Options) -> dict[str, Any]:
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)
         folder = str(Path(training.output_dir, name))
-        with prefixed(path):
+        with prefixed(path), refused_settings():
             stage_args[path] = type(training)(**{**common, "output_dir": folder, **settings, "training_stage": name})
     return stage_args
 

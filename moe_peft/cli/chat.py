@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +53,17 @@ def parser(prog: str) -> SettingsParser:
     return SettingsParser(ChatSettings, prog, groups=_GROUPS, description=description, epilog=EXAMPLE)
 
 
+def _check_address(host: str | None, port: int | None) -> None:
+    """Raise if the page cannot be there: Gradio would wait for it for ever."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host or "127.0.0.1", port or 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(address)
+    except OSError as error:
+        raise InputError(f"--host {host}, --port {port}: taken, or not an address of this machine") from error
+
+
 def run(settings: ChatSettings) -> None:
     for name in ("host", "port"):
         if getattr(settings, name) is not None and not settings.web:
@@ -68,7 +80,8 @@ def run(settings: ChatSettings) -> None:
     from ..native.folders import MoELoraFolder, open_folder
 
     if settings.web:
-        import_gradio()  # before a model is loaded
+        _check_address(settings.host, settings.port)  # before a model is loaded
+        import_gradio()
     quantization = settings.quantization
     if settings.load_in_4bit:
         quantization = {"load_in_4bit": True, **(quantization or {})}

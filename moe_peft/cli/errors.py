@@ -21,8 +21,9 @@ from .commands import COMMANDS, Command
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Of safetensors and of torch.
-_FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
+# Of safetensors, of torch and of NumPy, which writes GGUF files.
+_FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error",
+               " requested and ")  # fmt: skip
 _BUG = (
     "This is a bug, in moe_peft or in a module that --plugins names. Please report it where you got moe_peft, with "
     "the lines above and the output of `moe-peft env`."

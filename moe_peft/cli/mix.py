@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -85,29 +86,35 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
 
 def destinations(settings: MixSettings) -> list[str]:
     """Where a mixture can go, from what it really has."""
+    output, quoted = settings.output, shlex.quote(settings.output)
+    if settings.models:
+        return [
+            f"a native MoE, for transformers and vLLM as it is (vllm serve {quoted}); for llama.cpp: moe-peft export "
+            f"--model {quoted} --format gguf --output {shlex.quote(output + '.gguf')}"
+        ]
+    lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
+    commands, refusals = adapter_destinations(output, settings.base)
+    return [*lines, *(f"{place}: {command}" for place, command in commands.items()), *refusals]
+
+
+def adapter_destinations(output: str, base: str | None = None) -> tuple[dict[str, str], list[str]]:
+    """Where an adapter can go, place → command, and where it cannot, with the reasons."""
     from ..native.export import adapted_moe
     from ..native.folders import MoELoraFolder, open_folder
     from ..serving.vllm import check_served
 
-    output = settings.output
-    if settings.models:
-        return [
-            f"a native MoE, for transformers and vLLM as it is (vllm serve {output}); for llama.cpp: moe-peft export "
-            f"--model {output} --format gguf --output {output}.gguf"
-        ]
-    folder = open_folder(output, "output", MoELoraFolder, base=settings.base)
-    lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
+    commands, refusals, quoted = {}, [], shlex.quote(output)
+    folder = open_folder(output, "output", MoELoraFolder, base=base)
     try:
         check_served(folder)
-        lines.append(f"vLLM: vllm serve {output}")
+        commands["vLLM"] = f"vllm serve {quoted}"
     except InputError as error:
-        lines.append(f"not vLLM: {error}")
+        refusals.append(f"not vLLM: {error}")
     try:
         adapted_moe(folder)
+        for place, form, ending in (("a native MoE, for vLLM", "", "-moe"), ("llama.cpp", " --format gguf", ".gguf")):
+            target = shlex.quote(output + ending)
+            commands[place] = f"moe-peft export --adapter {quoted}{form} --output {target}"
     except InputError as error:
-        return [*lines, f"no export to a native MoE or GGUF: {error}"]
-    return [
-        *lines,
-        f"a native MoE, for vLLM: moe-peft export --adapter {output} --output {output}-moe",
-        f"llama.cpp: moe-peft export --adapter {output} --format gguf --output {output}.gguf",
-    ]
+        refusals.append(f"no export to a native MoE or GGUF: {error}")
+    return commands, refusals

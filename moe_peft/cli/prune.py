@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -36,8 +37,10 @@ class PruneSettings(DataSettings):
         None, title="COSINE", description="merge experts that are at least this much alike, e.g. 0.99"
     )
     experts_per_layer: Count | None = Field(None, description="keep this many in every layer")
-    drop: list[int] | dict[str | int, list[int]] | None = Field(
-        None, description='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}'
+    drop: int | str | list[int | str] | dict[str | int, int | str | list[int | str]] | None = Field(
+        None,
+        title="NAMES",
+        description='experts to drop: math or [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}',
     )
     data: Text | None = Field(
         None, title="FILE", description="a .jsonl, .json, .csv or .parquet file, or a dataset's name"
@@ -70,15 +73,23 @@ def run(settings: PruneSettings) -> None:
     print(settings.output)
 
 
+_MOST_ROWS = 64  # with a row for each layer
+
+
 def print_pruning(pruning: Pruning) -> None:
     """Tables of what became of the experts, and of size and loss before and after."""
     console = Console(markup=False, emoji=False)
     table = Table("layer", "experts", "dropped", "merged", "tokens that lost an expert", title="Pruning")
+    # One row for neighbors of a kind, such as the linears of attention, that have lost the same.
+    rows: dict[tuple[str, ...], list[int]] = {}
     for i, layer in enumerate(pruning.layers):
         merged = "; ".join("+".join(map(str, group)) for group in layer.groups if len(group) > 1)
-        lost = "" if pruning.lost is None else f"{pruning.lost['layers'][i]:.1%}"
-        count = f"{layer.num_experts} → {len(layer.groups)}"
-        table.add_row(layer.name, count, ", ".join(map(str, layer.dropped)), merged, lost)
+        change = (f"{layer.num_experts} → {len(layer.groups)}", ", ".join(map(str, layer.dropped)), merged)
+        kind = re.sub(r"\.\d+\.", ".*.", layer.name) if len(pruning.layers) > _MOST_ROWS else layer.name
+        rows.setdefault((kind, *change), []).append(i)
+    for (kind, *changes), layers in rows.items():
+        lost = "" if pruning.lost is None else f"{sum(pruning.lost['layers'][i] for i in layers) / len(layers):.1%}"
+        table.add_row(f"{kind} ({len(layers)})" if len(layers) > 1 else pruning.layers[layers[0]].name, *changes, lost)
     console.print(table)
     table = Table("", "before", "after")
     for row, name in (("parameters", "total"), ("active per token", "active")):

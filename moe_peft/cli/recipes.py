@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 
 from ..utils.messages import InputError, choice_error
@@ -20,9 +21,22 @@ def recipe_files() -> dict[str, list[Path]]:
         files = [Path(str(file.locate())).resolve() for file in installed if "recipes" in file.parts]
     found: dict[str, list[Path]] = {}
     for path in sorted(files):
-        if path.suffix in (".yaml", ".md", ".py"):
+        if path.suffix in (".yaml", ".md"):
             found.setdefault(f"{path.parent.name}/{path.stem}", []).append(path)
+    for script in sorted(path for path in files if path.suffix == ".py"):  # goes with the recipes whose note names it
+        for paths in found.values():
+            if any(script.name in path.read_text("utf-8") for path in paths if path.suffix == ".md"):
+                paths.append(script)
     return found
+
+
+def _description(paths: list[Path]) -> str:
+    """The note's heading, or else the comment at the top of the settings."""
+    first = next((path for path in paths if path.suffix == ".md"), paths[0])
+    lines = first.read_text("utf-8").splitlines()
+    if first.suffix == ".md":
+        return lines[0].removeprefix("# ")
+    return " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), lines))
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -45,8 +59,7 @@ def run(options: argparse.Namespace) -> None:
     if options.name is None:
         width = max(map(len, recipes))
         for name, paths in recipes.items():
-            notes = [path.read_text(encoding="utf-8").partition("\n")[0] for path in paths if path.suffix == ".md"]
-            print(f"{name:{width}}  {''.join(notes).removeprefix('# ')}".rstrip())
+            print(f"{name:{width}}  {_description(paths)}")
         return
     if options.name not in recipes:
         raise InputError(choice_error("NAME", options.name, recipes))

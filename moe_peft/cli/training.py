@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ..training.router_config import loss_coefficients
 from ..training.trainable import on_quantized
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
-from ..utils.io import hash_file, output_folder, reading
+from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
 from ..utils.loading import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -42,6 +43,7 @@ from ..utils.messages import InputError, one_line, refused_settings
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
 from .arguments import AdapterOptions, Options, training_stages
+from .mix import adapter_destinations
 
 
 def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | None = None) -> None:
@@ -177,10 +179,15 @@ def _train(
         write_model_card(folder, datasets=[str(options.data.dataset_name)])
         trainer.state.save_to_json(str(folder / "trainer_state.json"))  # with the whole log
     trainer.accelerator.print(f"result: {folder}{_which_step(trainer)}")
-    nexts = ["moe-peft inspect --model {0} --data …", "moe-peft chat --model {0}", "vllm serve {0}"]
-    if isinstance(trainer.model, PeftModel):
-        nexts.append("moe-peft export --adapter {0} --output {0}-moe")
-    trainer.accelerator.print(f"next: {'; '.join(nexts).format(folder)}")
+    if trainer.is_world_process_zero():
+        quoted = shlex.quote(str(folder))
+        nexts = [f"moe-peft inspect --model {quoted} --data …", f"moe-peft chat --model {quoted}"]
+        if isinstance(trainer.model, PeftModel):
+            with suppress(Exception):  # everything is saved already
+                nexts += adapter_destinations(str(folder))[0].values()  # those that do not refuse it
+        else:
+            nexts.append(f"vllm serve {quoted}")
+        print(f"next: {'; '.join(nexts)}")
 
 
 def _drop_reference(model: Any) -> None:
@@ -261,7 +268,7 @@ def _load_model(options: Options, config: MoELoraConfig | None) -> tuple[Any, Mo
     model, folder = options.base.load(), options.run.adapter
     if folder is None:
         return model, config
-    with reading(f"adapter={folder!r}"):
+    with refused_by_libraries(f"adapter={folder!r}"):
         return PeftModel.from_pretrained(model, folder, is_trainable=True, config=options.adapter_config()), None
 
 

@@ -166,7 +166,7 @@ def _write_files(folder: Path, base: str) -> None:
     }
     text = yaml.safe_dump(settings, sort_keys=False)
     (folder / "demo.yaml").write_text(
-        f"# One model of four LoRAs: moe-peft mix --config {folder / 'demo.yaml'}\n{text}"
+        f"# One model of four LoRAs: moe-peft mix --config {folder / 'demo.yaml'}\n{text}", encoding="utf-8"
     )
 
 

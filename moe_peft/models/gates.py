@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from ..adapter.router_outputs import sync_config
 from ..routing.routers import RouterSettings
 from ..utils.messages import InputError
 from .introspection import base_passes, counted_tokens, text_config
@@ -112,9 +113,15 @@ def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | No
         mixing: of an adapter; None: its own.
     """
     with ExitStack() as stack:
+        stack.callback(_sync_configs, model)  # last, when the routers are their own again
         for layer in routed_layers(model):
             stack.enter_context(layer.with_uniform_gates(mixing))
         yield
+
+
+def _sync_configs(model: nn.Module) -> None:
+    for module in model.modules():
+        sync_config(module, getattr(module, "peft_config", {}))
 
 
 @torch.no_grad()

@@ -140,9 +140,7 @@ class AdapterLayer(RoutedLayer):
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
         experts, router = self.experts, self.router
-        uniform = LinearRouter(self.module.in_features, self.num_experts).requires_grad_(False)
-        uniform.weight.zero_()
-        self.module.moe_lora_router[self.adapter] = uniform.to(self.device)
+        self.module.moe_lora_router[self.adapter] = _uniform(router).to(self.device)
         self.module.moe_lora_spec[self.adapter] = replace(
             experts, top_k=self.num_experts, normalize_top_k=True, mixing=mixing or experts.mixing
         )
@@ -258,9 +256,17 @@ class NativeLayer(RoutedLayer):
 
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
-        gate = self.module
-        weight, top_k = gate.weight.data, gate.top_k
-        gate.weight.data, gate.top_k = torch.zeros_like(weight), len(weight)
+        gate, top_k, n = self.module, self.top_k, self.num_experts
+        if isinstance(gate, RoutedGate):
+            router, normalizes = gate.moe_router, gate.normalizes
+            gate.moe_router, gate.top_k, gate.normalizes = _uniform(router).to(self._like), n, True
+            try:
+                yield
+            finally:
+                gate.moe_router, gate.top_k, gate.normalizes = router, top_k, normalizes
+            return
+        weight = gate.weight.data
+        gate.weight.data, gate.top_k = torch.zeros_like(weight), n
         try:
             yield
         finally:
@@ -301,6 +307,13 @@ class NativeLayer(RoutedLayer):
         return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == self.num_experts]
 
 
+def _uniform(router: Router) -> LinearRouter:
+    """A router in its place whose gates, a softmax over all experts, are 1/n."""
+    uniform = LinearRouter(router.hidden_size, router.num_experts).requires_grad_(False)
+    uniform.weight.zero_()
+    return uniform
+
+
 # --- a model's layers ------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +335,11 @@ def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLay
     if caller and layers and all(layer.module.disable_adapters for layer in layers):
         raise InputError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
     layers = layers or [*native_layers(model)]
+    if caller and not layers and any(isinstance(m, MoELoraLayer) and m.active_adapters for m in model.modules()):
+        raise InputError(
+            f"{caller}: num_experts=1: a single expert is always active and has no router; give at least 2, or train "
+            "it as a LoRA, with trl sft"
+        )
     if caller and not layers:
         raise InputError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
     return layers

@@ -160,8 +160,16 @@ def weigh_experts(
 
 def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
     """Experts as indices. A text is a name or, if there is no such name, an index."""
+    indices = [*map(int, indices_of(experts, expert_names(model) or [], caller))]
+    n = max(layer.num_experts for layer in routed_layers(model, caller))
+    if wrong := [i for i in indices if not 0 <= i < n]:
+        raise InputError(f"{caller}: experts {wrong}: the model has experts 0 to {n - 1}")
+    return indices
+
+
+def indices_of(experts: Expert | Sequence[Expert], names: Sequence[str], caller: str) -> list[int]:
+    """Experts as indices among `names`, which may be none."""
     experts = [experts] if isinstance(experts, (int, str)) else list(experts)
-    names = expert_names(model) or []
     experts = [int(e) if isinstance(e, str) and e not in names and e.isdecimal() else e for e in experts]
     for expert in experts:
         if isinstance(expert, str) and expert not in names:
@@ -170,7 +178,7 @@ def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller:
                 if names
                 else f"{caller}: experts={expert!r}: the model's experts have no names; give an index"
             )
-    return [names.index(expert) if isinstance(expert, str) else int(expert) for expert in experts]
+    return [names.index(expert) if isinstance(expert, str) else expert for expert in experts]
 
 
 def common_size(model: nn.Module, caller: str) -> int:

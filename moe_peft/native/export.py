@@ -20,7 +20,7 @@ from ..adapter.config import TOKEN_ROWS, MoELoraConfig, name_in_base, trained_to
 from ..adapter.experts import EXPERTS, Experts
 from ..models.introspection import NAMES_FIELD
 from ..routing.routers import make_router
-from ..utils.io import parse_size, reading
+from ..utils.io import parse_size, refused_by_libraries
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError
 from .expert_init import FFN, zero_ffn
@@ -266,7 +266,7 @@ def _read_routers(content: Adapted) -> None:
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         state = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
         router = make_router(d, spec.num_experts, spec.router)
-        with reading(f"{prefix}* do not fit the config", "use the config that the adapter was saved with"):
+        with refused_by_libraries(f"{prefix}* do not fit the config", "use the config that the adapter was saved with"):
             router.load_state_dict(state)
         content.routers[layer] = router.fold(spec.top_k, spec.normalize_top_k)
 

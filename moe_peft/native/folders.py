@@ -26,7 +26,7 @@ from ..adapter.config import MoELoraConfig
 from ..adapter.layers import MoELoraLayer
 from ..models.gates import CONFIG_FIELD
 from ..routing.routers import Router
-from ..utils.io import check_weights, read_json, reading
+from ..utils.io import check_weights, read_json, reading, refused_by_libraries
 from ..utils.loading import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -293,7 +293,7 @@ class AdapterFolder(ModelFolder):
     def from_pretrained(self, **options: Any) -> Any:
         model = self._resized(self.base.from_pretrained(**options))
         adapter_weights(self.path, self)
-        with reading(self):
+        with refused_by_libraries(self):
             return PeftModel.from_pretrained(model, self.path)
 
     def _resized(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -306,7 +306,7 @@ class AdapterFolder(ModelFolder):
     def empty(self) -> PeftModel:
         """The base with the adapter."""
         base = self._resized(self.base.empty)
-        with reading(f"{self}: its config does not fit the base"), torch.device("meta"):
+        with refused_by_libraries(f"{self}: its config does not fit the base"), torch.device("meta"):
             return get_peft_model(base, copy.deepcopy(self.config))
 
     @cached_property
@@ -424,14 +424,13 @@ class WholeModel(ModelFolder):
             options.setdefault("device_map", {"": PartialState().device})
         options |= {"revision": self.revision or "main", "use_safetensors": True}
         with reading(self):
-            if has_routers:  # the gates that were replaced are not in its files
-                model = AutoModelForCausalLM.from_pretrained(self.path, **options)
-                load_routers(model, self.folder)
-                return model
             model, info = AutoModelForCausalLM.from_pretrained(
-                self.path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                self.path, output_loading_info=True, ignore_mismatched_sizes=not has_routers, **options
             )
-        check_loaded(model, info, self)
+        if has_routers:  # the gates that were replaced are not in its files
+            load_routers(model, self.folder)
+        else:
+            check_loaded(model, info, self)
         return model
 
 

@@ -88,7 +88,9 @@ def _add_eos_token(token: int, config: PreTrainedConfig, generation: Path) -> No
     values = read_json(generation) if generation.is_file() else {}
     tokens = _listed(values.get("eos_token_id")) or former
     if token not in tokens:
-        generation.write_text(json.dumps({**values, "eos_token_id": [token, *tokens]}, indent=2, sort_keys=True) + "\n")
+        generation.write_text(
+            json.dumps({**values, "eos_token_id": [token, *tokens]}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _listed(tokens: int | list[int] | None) -> list[int]:
@@ -118,7 +120,7 @@ def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]
 
 def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> None:
     """Add to a config file the fields that transformers 5 renamed, under the names that other stacks read."""
-    values = json.loads(path.read_text())
+    values = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(values.get("rope_parameters") or {})
     values[family.count] = getattr(config, family.count)
     values["torch_dtype"] = values["dtype"]
@@ -126,7 +128,7 @@ def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> 
         values["rope_theta"] = rope.pop("rope_theta")
         if rope.get("rope_type", "default") != "default":
             values["rope_scaling"] = rope
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..models.gates import CONFIG_FIELD
+from ..models.gates import CONFIG_FIELD, STOCK_FIELD
 from ..models.introspection import text_config
 from ..models.layer import native_layers
 from ..models.native_routers import replace_routers
 from ..models.routed_gate import RoutedGate
 from ..routing.routers import RouterSettings
-from ..utils.io import open_safetensors, reading
+from ..utils.io import open_safetensors, reading, refused_by_libraries
 from ..utils.messages import InputError
 from .safetensors_io import Checkpoint
 
@@ -57,7 +57,11 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     if settings is None:
         raise InputError(f"{os.fspath(folder)!r}: its config names no routers; use the model as it is")
     with reading(f"{os.fspath(folder)!r}: {CONFIG_FIELD} in its config", "save the model again"):
-        replace_routers(model, RouterSettings(**settings), top_k=layers[0].top_k)
+        made = RouterSettings(**settings)
+        stock = getattr(text_config(model), STOCK_FIELD, None)
+        _ = stock and (int(stock["top_k"]), stock["normalizes"])
+    with refused_by_libraries(f"{os.fspath(folder)!r}: {CONFIG_FIELD} in its config", "save the model again"):
+        replace_routers(model, made, top_k=layers[0].top_k)
     state = router_tensors(model, folder)
     for layer in layers:
         start = f"{layer.path}."

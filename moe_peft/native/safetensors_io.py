@@ -102,7 +102,7 @@ class ShardedWriter:
             self._begin(folder / file, names)
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, path: Path, names: list[str]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

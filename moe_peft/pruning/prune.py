@@ -12,6 +12,7 @@ import torch
 
 from ..analysis.inputs import load_rows
 from ..models.model_size import ModelSize, model_size
+from ..models.steering import Expert, indices_of
 from ..native.folders import MoELoraFolder, NativeFolder, open_folder
 from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
@@ -111,7 +112,7 @@ def prune_experts(
     min_load: float | None = None,
     merge_twins: float | None = None,
     experts_per_layer: int | None = None,
-    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None = None,
+    drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None = None,
     dtype: str = "auto",
     batch_size: int = 8,
     max_length: int = 1024,
@@ -139,7 +140,8 @@ def prune_experts(
         merge_twins: merge experts whose cosine is at least this: of their updates B A, or in a native MoE, or with
             bottleneck experts, of their weights. None: do not merge.
         experts_per_layer: how many experts stay in every layer; those used least are dropped until only these are left.
-        drop: experts to drop in every layer, or layer (counted from 0, as in `moe-peft inspect`) → experts.
+        drop: experts to drop in every layer, by index or name, or layer (counted from 0, as in `moe-peft inspect`) →
+            experts.
         dtype, batch_size, max_length, max_examples: of the passes over the data, as `moe-peft inspect` has them.
 
     Returns:
@@ -200,7 +202,7 @@ def _write(
     folder: Prunable,
     output: Path,
     loads: Sequence[torch.Tensor] | None,
-    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
+    drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None,
     rules: Rules,
 ) -> list[PrunedLayer]:
     """Decide which experts stay, and write them."""
@@ -221,14 +223,12 @@ def _write(
 def _facts(
     folder: Prunable,
     loads: Sequence[torch.Tensor] | None,
-    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
+    drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None,
     rules: Rules,
 ) -> list[LayerFacts]:
     names = [str(i) for i in range(len(folder.layers))]  # as JSON has them
-    if isinstance(drop, Mapping):
-        per_layer = {str(i): experts for i, experts in drop.items()}
-    else:
-        per_layer = dict.fromkeys(names, drop or [])
+    given = drop if isinstance(drop, Mapping) else dict.fromkeys(names, [] if drop is None else drop)
+    per_layer = {str(i): indices_of(experts, folder.expert_names, "drop") for i, experts in given.items()}
     for name in per_layer:
         if name not in names:
             raise InputError(f"drop: layer {name}: the model has layers 0 to {names[-1]} with routers")

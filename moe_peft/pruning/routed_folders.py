@@ -51,6 +51,7 @@ class Prunable(ABC):
     same_size = False  # whether all layers must keep the same number of experts
     layers: list[RoutedLayer]  # in the order of the routers in a forward pass
     base: str | None  # of an adapter, for the model card
+    expert_names: Sequence[str] = ()
 
     @abstractmethod
     def similarity(self, layer: int) -> torch.Tensor:
@@ -80,6 +81,7 @@ class PrunableAdapter(Prunable):
     def __init__(self, folder: MoELoraFolder) -> None:
         self.folder, self.config, self.base = folder, copy.deepcopy(folder.config), folder.base.path
         self.config.base_model_name_or_path, self.config.revision = folder.base.path, folder.base.revision
+        self.expert_names = self.config.expert_names or ()
         self.text_config = folder.base.config.get_text_config()
         adapted = {
             name.replace(".base_layer", ""): layer
@@ -225,6 +227,7 @@ class PrunableMoE(Prunable):
 
     def __init__(self, folder: NativeFolder) -> None:
         self.folder, self.family, self.config, self.tensors = folder, folder.family, folder.config, folder.tensors
+        self.expert_names = getattr(folder.config.get_text_config(), NAMES_FIELD, None) or ()
         n, k = folder.num_experts, folder.config.num_experts_per_tok
         if n < 1:
             raise InputError(f"{folder}: {self.family.count}: the config says there are no experts")
@@ -265,7 +268,9 @@ class PrunableMoE(Prunable):
         counts: dict[str, Any] = {key: m for key in ("num_experts", "num_local_experts") if key in values}
         if (left := _names(values.pop(NAMES_FIELD, None), groups)) is not None:
             counts[NAMES_FIELD] = left
-        (folder / CONFIG).write_text(json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n")
+        (folder / CONFIG).write_text(
+            json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         copy_companions(self.folder.folder, folder)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -248,9 +248,14 @@ class LoadHealth:
 
     @property
     def warning(self) -> str:
-        """What is wrong and what to try, in one line; "" if nothing is."""
+        """What is wrong and what to try in training, in one line; "" if nothing is."""
+        return f"{self.finding}. Try this: {REMEDY}" if self.finding else ""
+
+    @property
+    def finding(self) -> str:
+        """What is wrong, in one line; "" if nothing is."""
         status = self.status
-        return f"{status}: {self}. Try this: {REMEDY}" if status in ("uneven", "collapsed") else ""
+        return f"{status}: {self}" if status in ("uneven", "collapsed") else ""
 
     def __str__(self) -> str:
         text = f"{_count(self.layers, 'layer')}, load CV {self.variation:.2f} (untrained gates: {self.untrained:.2f})"

@@ -91,11 +91,15 @@ def load_data(
     # There must be rows, in one of the formats, with labels if those are read.
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise InputError(f"{field}={source!r}: no examples; name a split that has some")
-    if not any(columns <= set(dataset.column_names) for columns in formats):
+    is_alpaca = formats is SUPERVISED and {*dataset.column_names} >= {"instruction", "output"}
+    if not any(columns <= set(dataset.column_names) for columns in formats) and not is_alpaca:
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise InputError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     check_has_labels(dataset, label_column, field)
     # As TRL does later, but checks and plans read rows before.
+    if not any(columns <= set(dataset.column_names) for columns in formats):
+        removed = sorted(_ALPACA & {*dataset.column_names})
+        return dataset.map(_from_alpaca, remove_columns=removed, desc="Converting to prompts and completions")
     if _to_messages(copy.deepcopy(dataset[0])) != dataset[0]:
         removed = [name for name in ("conversations",) if name in dataset.column_names]
         dataset = dataset.map(_to_messages, remove_columns=removed, desc="Converting to messages")
@@ -123,6 +127,20 @@ def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
             if isinstance(message, dict) and message.get("role") in _SHAREGPT_ROLES:
                 message["role"] = _SHAREGPT_ROLES[message["role"]]
     return row
+
+
+_ALPACA = {"instruction", "input", "output", "system", "history"}
+
+
+def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as in Alpaca, perhaps with LLaMA-Factory's `system` and `history`, as a prompt and its completion."""
+    request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+    turns = [("system", row.get("system")), *((role, text) for pair in row.get("history") or ()
+             for role, text in zip(("user", "assistant"), pair, strict=True)), ("user", request)]  # fmt: skip
+    return {
+        "prompt": [{"role": role, "content": text} for role, text in turns if text],
+        "completion": [{"role": "assistant", "content": row["output"]}],
+    }
 
 
 def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
@@ -295,6 +313,8 @@ def check_rows(
         for name in of_tokens:
             if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
                 raise InputError(f"{where}: {name}={one_line(repr(row[name]), 60)}: must have a value for each token")
+        if wrong := [token for token in row.get("labels") or () if token != IGNORED and token not in range(size)]:
+            raise InputError(f"{where}: labels: {wrong[0]!r}: must be tokens from 0 to {size - 1}, or {IGNORED}")
         for part in parts:
             messages = [
                 message for key in part for message in _messages(f"{where}: {key}", key, row[key], template, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.utils import is_liger_kernel_available
 from trl import SFTConfig
 
 from ..utils.compat import private
+from ..utils.distributed import on_main_process
 from ..utils.loading import chat_template
 from ..utils.messages import InputError, choice_error, one_line, unknown_key
 from .data import check_answers, check_marks
@@ -46,6 +48,8 @@ def preflight(
             raise InputError(
                 f"{section}activation_offloading=True: there is no accelerator to offload activations from"
             )
+        if "wandb" in args.report_to:
+            on_main_process(partial(_check_wandb, section))
     template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
@@ -99,6 +103,17 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
         raise InputError(choice_error(f"{section}torch_compile_mode", mode, modes))
+
+
+def _check_wandb(section: str) -> None:
+    import wandb
+
+    try:
+        wandb.login(verify=False)  # which asks in a terminal, and takes none where WANDB_MODE turns it off
+    except wandb.errors.Error as error:
+        raise InputError(
+            f"{section}report_to='wandb': {one_line(error)} Or set WANDB_MODE=offline, or report_to=none"
+        ) from error
 
 
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:

@@ -14,7 +14,7 @@ from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars,
 from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from ..utils.io import reading
+from ..utils.io import refused_by_libraries
 from ..utils.messages import refused_settings
 from .data import check_learnable, drawn, is_learnable
 from .scoring import Collator
@@ -85,7 +85,7 @@ def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: 
     Args:
         path: of the section that has the arguments, for messages.
     """
-    with reading(path), _without_bars():
+    with refused_by_libraries(path), _without_bars():
         for count in (min(_SAMPLE, len(dataset)), len(dataset)):
             data, collator = tokenized(dataset.select(range(count)), processing_class, args)
             if is_learnable(data):

@@ -14,6 +14,7 @@ from ..models.introspection import text_config
 from ..models.layer import RoutedLayer, routed_layers, router_parameters
 from ..routing.losses import ROUTER_LOSSES, Scope, coefficient_field
 from ..utils.messages import InputError, choice_error
+from ..utils.settings import NOT_NEGATIVE
 
 logger = logging.getLogger("moe_peft")
 
@@ -113,6 +114,10 @@ class RouterLossConfig(_Coefficients):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InputError(choice_error(name, getattr(self, name), choices))
+        for name in ("router_learning_rate", *map(coefficient_field, ROUTER_LOSSES)):
+            value = getattr(self, name, None)
+            if value is not None and value not in NOT_NEGATIVE:
+                raise InputError(f"{name}={value!r}: must be a finite number, {NOT_NEGATIVE}")
         if not 0 <= self.router_bias_anneal <= 1:
             raise InputError(f"router_bias_anneal={self.router_bias_anneal!r}: must be a share of the steps, 0 to 1")
         has_labels = getattr(self, "expert_map", None) is not None

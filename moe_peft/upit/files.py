@@ -85,6 +85,6 @@ def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
 def finish_native(folder: Path, config: PreTrainedConfig) -> None:
     """Make a trained native MoE's config one for inference, with the names that older versions read."""
     path = folder / "config.json"
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, "output_router_logits": False}))
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**values, "output_router_logits": False}), encoding="utf-8")
     add_older_names(path, FAMILIES[config.model_type], config)

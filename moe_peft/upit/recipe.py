@@ -47,8 +47,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     settings = read_settings(path)
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals:
-            raise InputError(f"{override!r}: an override is key=value")
+        if not equals or not all(key.split(".")):
+            raise InputError(f"{override!r}: an override is key=value, such as post_train.seed=1")
         *parents, last = key.split(".")
         section = settings
         for parent in parents:

@@ -31,7 +31,8 @@ _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt"
 @contextmanager
 def reading(source: object, remedy: str = "") -> Iterator[None]:
     """
-    Put what a library raises on one line that says what was read.
+    Put what a library raises as it opens or parses a file, whatever it is, on one line that says what was read. Where
+    models are made and code of this package or of a plugin runs, `refused_by_libraries` is for it.
 
     Args:
         source: the field with its value, or the file.
@@ -46,6 +47,33 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
         raise InputError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
+
+
+# Their own refusals of what they are given.
+_LIBRARIES = ("peft", "transformers", "torch", "safetensors", "accelerate", "huggingface_hub", "trl", "datasets")
+
+
+@contextmanager
+def refused_by_libraries(source: object, remedy: str = "") -> Iterator[None]:
+    """
+    Put what is wrong with an input on one line that says which: an `InputError`, and what a library itself raises.
+    Other errors, such as any that code of this package or of a plugin raises, are bugs and stay what they are.
+
+    Args:
+        source: the field with its value, or the file.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        raised_in = str(place.tb_frame.f_globals.get("__name__")) if place is not None else ""
+        if out_of_memory(error) or not (isinstance(error, InputError) or raised_in.split(".")[0] in _LIBRARIES):
+            raise
+        kind = "lacks " if isinstance(error, KeyError) else ""
+        raise InputError(f"{source}: {kind}{one_line(error)}" + (f"; {remedy}" if remedy else "")) from error
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

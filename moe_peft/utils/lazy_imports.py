@@ -16,7 +16,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     """
     A package's `__getattr__`, `__dir__` and `__all__`, from the imports in its stub: `__init__.pyi` beside `file`.
     """
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     modules = {alias.name: f"{'.' * node.level}{node.module}" for node in imports for alias in node.names}
 

@@ -6,6 +6,7 @@ missing, not finite, or pickled. `native.folders` says what a folder is, and loa
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ from transformers.integrations import deepspeed
 from .io import no_weights, open_safetensors, read_json, read_text, reading
 from .messages import InputError, one_line, unknown_key
 
+logger = logging.getLogger("moe_peft")
+
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
@@ -53,6 +56,12 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
         raise InputError(f"{source}: is not a folder with {ADAPTER_CONFIG}")
     saved = read_json(path)
     kind = saved.get("peft_type")
+    if kind is None and _OF_MLX & saved.keys():
+        raise InputError(
+            f"{source}: is an adapter of mlx-lm's, which PEFT does not read; `mlx_lm.fuse` makes a model of it and its "
+            "base (moe-peft mix --models takes such), or save lora_a.T and lora_b.T as PEFT's lora_A.weight and "
+            "lora_B.weight, with lora_alpha = scale * rank"
+        )
     if kind not in list(PeftType):
         raise InputError(
             f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
@@ -77,18 +86,26 @@ def _adapter_file(folder: str | os.PathLike, name: str, source: object) -> Path:
         return Path(hf_hub_download(os.fspath(folder), name))
 
 
+_OF_MLX = {"lora_parameters", "fine_tune_type"}  # keys of mlx-lm's adapter_config.json
+
+
 def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
     """
     Raises:
         ValueError: a config sets what this version does not know; PEFT would drop it with a warning. In a LoRA's
-            config, unknown numbers and texts pass: new features of PEFT are turned on by true, a list or a mapping.
+            config, unknown numbers and texts pass, and what another program has written there as a mapping, with a
+            warning: new features of PEFT are turned on by true, a list, or a mapping called `…_config`.
     """
     supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])}
     program = "moe-peft-hf" if kind == "MOE_LORA" else f"PEFT ({peft.__version__})"
     for name, value in saved.items():
         is_off = value in (None, False, "", 0, [], {})
         is_off |= kind == "LORA" and isinstance(value, (str, int, float)) and value is not True
-        if name not in supported and name != "runtime_config" and not is_off:
+        if name in supported or name == "runtime_config" or is_off:
+            continue
+        if kind == "LORA" and isinstance(value, dict) and not name.endswith("_config"):
+            logger.warning("%s: %s: %s is not a field of PEFT's, and not read", source, ADAPTER_CONFIG, name)
+        else:
             raise InputError(
                 f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: this version of {program} does not know it; install "
                 "a newer one"
@@ -179,6 +196,12 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
     if folder.is_file():
         raise InputError(f"{source}: is a file; name a model's folder")
     if folder.is_dir():
+        if not (folder / CONFIG).exists() and (folder / ADAPTER_CONFIG).is_file():
+            kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")
+            raise InputError(
+                f"{source}: it is a {kind} adapter, not a model: "
+                + ("name it with adapter" if kind == "MOE_LORA" else "merge it into its base first (merge_and_unload)")
+            )
         if not (folder / CONFIG).exists():
             raise InputError(f"{source}: has no {CONFIG}; name a model's folder")
         if not isinstance(read_json(folder / CONFIG).get("model_type"), str):

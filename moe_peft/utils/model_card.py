@@ -171,6 +171,13 @@ def write_model_card(
     return path
 
 
+def is_untrained_mixture(folder: str | os.PathLike) -> bool:
+    """Whether a folder's card says that `moe-peft mix` made it, and knows of no training since then."""
+    card = load_card(Path(folder) / "README.md")
+    facts = _facts(None if card is None else _MARK.match(card.text))
+    return not facts.get("training") and any("`moe-peft mix`" in line for line in facts.get("made", []))
+
+
 def plain(text: str) -> str:
     """A name without what Markdown and HTML would read as markup."""
     return re.sub(r"[^\w .,:+/()-]", "_", text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -26,6 +28,13 @@ def load_plugins(names: Sequence[str] | str) -> None:
             import_module(name)
         except (Exception, SystemExit) as error:
             raise InputError(
-                f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}; name a module that "
-                "is installed, or a file in the current folder without its .py"
+                f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}{_place(error)}; name "
+                "a module that is installed, or a file in the current folder without its .py"
             ) from error
+
+
+def _place(error: BaseException) -> str:
+    """The last line that ran of the files beside the module; of one that is not there, none did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][1:]
+    own = [frame for frame in frames if os.path.dirname(frame.filename) == os.path.dirname(frames[0].filename)]
+    return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in own[-1:])

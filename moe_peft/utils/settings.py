@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from math import inf
+from numbers import Real
 from typing import Any
 
 from .messages import InputError, choice_error
@@ -21,8 +22,11 @@ class Range:
     whole: bool = False
 
     def __contains__(self, value: Any) -> bool:
-        inside = self.at_least <= value <= self.at_most and self.above < value < self.below
-        return inside and (not self.whole or value % 1 == 0)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return False
+        number: Any = value  # perhaps of NumPy
+        inside = self.at_least <= number <= self.at_most and self.above < number < self.below
+        return bool(inside and (not self.whole or number % 1 == 0))
 
     def __str__(self) -> str:
         if self.at_least > -inf and self.at_most < inf:
@@ -57,7 +61,8 @@ def setting(default: Any, help: str, allowed: Range | Collection[Any] | None = N
 
 def check_settings(config: Any, source: str = "") -> None:
     """
-    Check a dataclass's fields that were made by `setting`.
+    Check a dataclass's fields that were made by `setting`. A dictionary that is None becomes an empty one, and a whole
+    number such as 8.0 an integer.
 
     Args:
         source: begins the message.
@@ -69,5 +74,12 @@ def check_settings(config: Any, source: str = "") -> None:
         if not isinstance(allowed, Range):
             if value not in allowed:
                 raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}")
-        elif not all(number in allowed for number in (value.values() if isinstance(value, dict) else [value])):
-            raise InputError(f"{source}{each.name}={value!r}: must be {allowed}")
+            continue
+        is_mapping = each.default_factory is dict
+        values = (value or {}) if is_mapping else {"": value}
+        if not isinstance(values, dict) or not all(number in allowed for number in values.values()):
+            mapping = "a mapping of names to numbers, each " if is_mapping else ""
+            raise InputError(f"{source}{each.name}={value!r}: must be {mapping}{allowed}")
+        if allowed.whole:
+            values = {name: int(number) for name, number in values.items()}
+        object.__setattr__(config, each.name, values if is_mapping else values[""])  # some are frozen

@@ -97,13 +97,26 @@ def read_yaml(text: str, source: object) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        _refuse_missing_space(text, source)
         raise InputError(f"{source}: cannot be read as YAML: {one_line(error, 160)}") from error
+
+
+_NO_SPACE = re.compile(r"^[ \t]*(?:- )?(\w+:)(?=[^\s:/])", re.MULTILINE)
+
+
+def _refuse_missing_space(text: str, source: object) -> None:
+    """Of a YAML text that is no mapping, or cannot be read: say whether a key runs into its value."""
+    if found := _NO_SPACE.search(text):
+        line = text.count("\n", 0, found.start(1)) + 1
+        raise InputError(f"{source}: line {line}: a space is missing after {found[1]}")
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    settings = read_yaml(read_text(path), path)
+    text = read_text(path)
+    settings = read_yaml(text, path)
     if not isinstance(settings, dict):
+        _refuse_missing_space(text, path)
         raise InputError(f"{path}: must be a mapping of keys to values")
     return settings
 
@@ -180,10 +193,10 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
 
 @contextmanager
 def prefixed(path: str) -> Iterator[None]:
-    """Inside this block, the message of a `ValueError` begins with the section that has the values."""
+    """Inside this block, the message of an `InputError` begins with the section that has the values."""
     try:
         yield
-    except ValueError as error:
+    except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
 
@@ -219,6 +232,8 @@ def _explain(kind: Any, error: Any, path: str) -> str:
         allowed = allowed.replace(theirs, ours)
     if error["type"] in ("model_type", "dict_type"):
         allowed = "must be a mapping"
+        if isinstance(error["input"], str) and (found := _NO_SPACE.match(error["input"])):
+            allowed += f": a space is missing after {found[1]}"
     return f"{field}={one_line(repr(error['input']), 80)}: {allowed}"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from accelerate import cpu_offload
 from packaging.version import Version
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -39,6 +40,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from moe_peft import MoELoraConfig
 from moe_peft.adapter.layers import MoELoraLayer
+from moe_peft.utils.messages import InputError
 from tests.helpers.adapters import save_adapter_with_sets
 from tests.helpers.models import tiny_llama, tiny_opt
 
@@ -236,6 +238,12 @@ def test_model_cards_of_all_adapters_say_once_that_loading_needs_the_import(tmp_
 
 
 @pytest.mark.slow
+def test_a_config_alone_is_saved_as_one_file(tmp_path):
+    adapter().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
+    assert peft.PeftConfig.from_pretrained(tmp_path).to_dict() == adapter().to_dict()
+
+
 def test_loading_without_the_import_stops_with_a_key_error_naming_the_type(fresh_process):
     lines = [line for line in fresh_process[1].splitlines() if line.startswith("KeyError")]
     assert lines == ["KeyError: 'MOE_LORA'"]
@@ -250,6 +258,36 @@ def test_modules_to_save_are_saved_with_the_adapter_and_leave_the_base_alone(tmp
     assert_equal(saved["base_model.model.lm_head.weight"], head.modules_to_save["default"].weight)
     assert_equal(head.original_module.weight, tiny_llama().lm_head.weight)
     assert not torch.equal(head.original_module.weight, head.modules_to_save["default"].weight)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        ("SEQ_CLS", "SequenceClassification"), ("TOKEN_CLS", "TokenClassification"),
+        ("QUESTION_ANS", "QuestionAnswering"), ("FEATURE_EXTRACTION", ""),
+    ],
+)  # fmt: skip
+def test_the_head_of_every_task_is_trained_and_saved_as_with_a_lora(task: str, kind: str, tmp_path):
+    def base() -> Any:
+        torch.manual_seed(0)
+        return getattr(transformers, f"Llama{'For' * bool(kind)}{kind or 'Model'}")(tiny_llama().config).eval()
+
+    def made(config: Any) -> tuple[Any, dict[str, torch.Size]]:
+        model = get_peft_model(base(), config).eval()
+        heads = [p for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
+        with torch.no_grad():
+            for parameter in heads:
+                parameter += 1
+        model.save_pretrained(tmp_path / config.peft_type.value)
+        saved = load_file(tmp_path / config.peft_type.value / "adapter_model.safetensors")
+        return model, {key: w.shape for key, w in saved.items() if "lora_" not in key}
+
+    of_lora = made(LoraConfig(task_type=task, target_modules=["q_proj"]))[1]
+    model, of_ours = made(MoELoraConfig(task_type=task, num_experts=2))
+    assert of_ours == of_lora and bool(of_ours) == bool(kind)
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "MOE_LORA").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS)[0], model(IDS)[0])
 
 
 @pytest.mark.parametrize(
@@ -694,9 +732,9 @@ def test_router_logits_follow_the_layers_when_transformers_deletes_the_active_ad
 
 # Values that would compute something else than asked, or NaN.
 WRONG: list[tuple[str, Any]] = [
-    *(("r", value) for value in (0, -1, 1.5)),
-    *(("num_experts", value) for value in (0, -1)),
-    *(("top_k", value) for value in (0, 9)),
+    *(("r", value) for value in (0, -1, 1.5, None)),
+    *(("num_experts", value) for value in (0, -1, "8")),
+    *(("top_k", value) for value in (0, 9, True)),
     *(("lora_alpha", value) for value in (0, -1, float("nan"))),
     *(("lora_dropout", value) for value in (1.0, -0.1, float("nan"))),
     *(("router_jitter_noise", value) for value in (1.0, -0.1)),
@@ -716,6 +754,16 @@ def test_wrong_config_value_is_one_line_naming_field_and_value(field: str, value
         MoELoraConfig(**{field: value})
     message = str(error.value)
     assert f"{field}=" in message and repr(value) in message and "\n" not in message
+
+
+def test_none_for_a_pattern_is_none_of_it_and_whole_numbers_are_integers(tmp_path):
+    patterns = dict.fromkeys(("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"))
+    config = MoELoraConfig(r=4.0, num_experts=4, **patterns)
+    assert config == MoELoraConfig(r=4, num_experts=4) and type(config.r) is int
+    adapted(num_experts=4, r=4).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **patterns}))
+    assert_equal(logits(PeftModel.from_pretrained(tiny_llama(), tmp_path)), logits(adapted(num_experts=4, r=4)))
 
 
 @pytest.mark.parametrize(
@@ -784,15 +832,18 @@ def test_targets(settings: dict[str, Any], expected: set[str]):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"target_modules": ["w1"]}, "w1.*not found"),
+        ({"target_modules": ["w1"]}, "w1.*not found.* Its linears are down_proj, gate_proj, k_proj, .*lm_head, o_proj"),
+        ({"target_modules": "w[12]"}, r"w\[12\].*not found.* Its linears are"),
+        ({"target_modules": ["all"]}, "all.*not found.* Did you mean 'all-linear'"),
         ({"target_modules": ["mlp"], "layers_to_transform": [7]}, "layers_to_transform.*7"),
         ({"exclude_modules": ["mlp"]}, "exclude_modules"),
     ],
-    ids=["name", "layer", "all excluded"],
+    ids=["name", "regex", "all", "layer", "all excluded"],
 )
 def test_targets_that_match_nothing_are_an_error(settings: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(peft.NoMatchingPeftModuleError, match=message) as error:
         adapted(**settings)
+    assert isinstance(error.value, InputError) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("settings", [{}, {"layers_to_transform": [0]}], ids=["all", "some layers"])

@@ -15,6 +15,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from compatibility.families import tiny
 from moe_peft import MoELoraConfig
+from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import observed_routing
 from moe_peft.routing.losses import balancing_loss
 from tests.helpers.adapters import COEF, adapted, adapter, batch
@@ -498,6 +499,19 @@ def test_what_a_trainer_sets_in_the_config_stays():
     out = model.eval()(**batch())
     plain = model(**batch(), output_router_logits=False).loss
     torch.testing.assert_close(out.loss, plain + 0.125 * out.aux_loss)
+
+
+def test_what_a_user_sets_in_the_config_outlasts_uniform_gates():
+    model = adapted().eval()
+    model.config.router_aux_loss_coef, model.config.output_router_logits = 0.125, False
+    before = model.config.to_dict()
+    with uniform_gates(model):
+        model(**batch())
+        assert (model.config.router_aux_loss_coef, model.config.output_router_logits) == (0.125, False)
+        assert model.config.num_experts_per_tok == 4
+    assert model.config.to_dict() == before
+    model(**batch())
+    assert model.config.to_dict() == before
 
 
 @pytest.mark.parametrize("labels", [True, False])

@@ -21,7 +21,8 @@ from moe_peft.analysis.html import Section, load_line, load_section, losses_line
 from moe_peft.analysis.routing_report import write_report
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.routing import load_health
+from moe_peft.routing import LoadHealth, load_health
+from moe_peft.utils.model_card import write_model_card
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, N, ids, routed_model
 from tests.helpers.trainers import EXPERTS, arguments, make_model
@@ -459,6 +460,20 @@ def test_inspect_of_few_data_gives_no_advice(folder, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert report["load"]["by_chance"] > 0.1
     assert "load: " in printed and "Try this" not in printed
+
+
+def test_a_mixture_that_was_not_trained_gets_no_advice_on_training(folder, capsys, monkeypatch):
+    monkeypatch.setattr(LoadHealth, "status", "collapsed")
+    said = {}
+    for made in ("`moe-peft mix`: `a`, `b`; gates without training: `ridge`", "`moe_peft.expert_to_lora`"):
+        write_model_card(folder / "adapter", made=made, overwrite=True)
+        command = ["inspect", "--model", folder / "adapter", "--data", folder / "data.jsonl", "--html"]
+        main(list(map(str, [*command, "--output", folder / "report"])))
+        page = (folder / "report" / "report.html").read_text(encoding="utf-8")
+        said[made[:15]] = " ".join(capsys.readouterr().out.split()) + page
+    of_mixture, of_other = said.values()
+    assert "router_aux_loss_coef" in of_other and "load: collapsed" in of_other
+    assert "router_aux_loss_coef" not in of_mixture and "load: collapsed" in of_mixture
 
 
 @pytest.mark.slow

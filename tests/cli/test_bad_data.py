@@ -214,6 +214,8 @@ def test_what_else_is_no_dataset(tmp_path):
         ),
         ([{**TEXT, "labels": "positive"}], "column 'labels': trainers would read it as values of tokens; rename it"),
         ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
+        ([{"input_ids": [3, 4], "labels": [-100, 128]}], "row 0: labels: 128: must be tokens from 0 to 127, or -100"),
+        ([{"input_ids": [3, 4], "labels": [-1, 4]}], "row 0: labels: -1: must be tokens from 0 to 127, or -100"),
         ([{"input_ids": [3, 4], "labels": [3]}], "row 0: labels=[3]: must have a value for each token"),
         ([{"input_ids": [3, 4], "completion_mask": [1, 0, 1]}], "row 0: completion_mask=[1, 0, 1]"),
     ],

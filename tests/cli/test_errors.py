@@ -15,9 +15,12 @@ import torch
 import yaml
 from accelerate import PartialState
 from filelock import FileLock
+from peft import get_peft_model
 
+from moe_peft import MoELoraConfig
 from moe_peft.cli import main
 from moe_peft.cli.errors import ends_in_one_line
+from moe_peft.routing.routers import ROUTERS
 from moe_peft.training.checkpointing import (
     MARKER,
     Fingerprint,
@@ -29,6 +32,7 @@ from moe_peft.training.checkpointing import (
 from moe_peft.utils.distributed import leave_processes
 from moe_peft.utils.io import reading
 from moe_peft.utils.messages import InputError
+from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes, without_paths
 from tests.helpers.warm import run_module
 
@@ -121,6 +125,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
         (InputError("a\nb"), 2, "error: a b"),
         (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
         (KeyboardInterrupt(), 130, "stopped: nothing half-written is left"),
+        (OSError("4096 requested and 1024 written"), 1, "error: the disk is full; make room and start again; nothing"),
         (OSError(28, "No space left on device"), 1, "error: the disk is full; make room and start again; nothing"),
     ],
 )
@@ -151,6 +156,28 @@ def test_a_bug_of_a_plugin_keeps_its_traceback(case, tmp_path, monkeypatch):
     assert 'bad_router.py", line 6, in choose' in ended.stderr
     assert "ValueError: not enough values to unpack (expected 3, got 2)" in ended.stderr
     assert "Please report it" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("bug", [lambda: None.weight, lambda: [0 for a, b, c in [(1, 2)]]], ids=["none", "unpacking"])
+def test_a_bug_while_an_adapter_is_loaded_keeps_its_traceback(bug, case, tmp_path, monkeypatch, capsys):
+    class Bad(ROUTERS["linear"]):
+        is_broken = False
+
+        def make(self):
+            super().make()
+            bug() if self.is_broken else None
+
+    monkeypatch.setitem(ROUTERS, "bad", Bad)
+    model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=2, router_type="bad", task_type="CAUSAL_LM"))
+    model.peft_config["default"].base_model_name_or_path = case[0]["model"]["name_or_path"]
+    model.save_pretrained(tmp_path / "adapter")
+    Bad.is_broken = True
+    data = ["--data", str(case[0]["data"]["train"])]
+    for arguments in (["inspect", *data, "--output", str(tmp_path / "out")], ["chat"]):
+        with pytest.raises(SystemExit) as end:
+            main([arguments[0], "--model", str(tmp_path / "adapter"), *arguments[1:]])
+        printed = capsys.readouterr().err
+        assert end.value.code == 1 and "Traceback" in printed and "Please report it" in printed
 
 
 def test_the_traceback_of_bad_input_can_be_seen(monkeypatch, capsys):

@@ -381,7 +381,12 @@ def test_another_program_gets_its_own_quiet(monkeypatch):
 
 def test_recipes_are_listed_and_copied(tmp_path, capsys):
     main(["recipes"])
-    assert "sft/qwen3-0.6b" in capsys.readouterr().out
+    listed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert "sft/qwen3-0.6b" in listed and "upit/paper_data" not in listed
+    assert all(description.strip() for description in listed.values())
+    assert listed["accelerate/zero2"].strip() == "DeepSpeed: gradients and optimizer state divided among 8 GPUs."
+    main(["recipes", "upit/llama2-7b-paper", "--output", str(tmp_path / "paper")])
+    assert {path.name for path in (tmp_path / "paper").iterdir()} > {"llama2-7b-paper.yaml", "paper_data.py"}
     main(["recipes", "sft/qwen3-0.6b", "--output", str(tmp_path / "new")])
     root = Path(__file__).parents[2] / "recipes" / "sft"
     for suffix in (".md", ".yaml"):

@@ -147,6 +147,14 @@ def test_damaged_adapters_end_in_one_line(name, case, tmp_path, capsys):
     refused([a for a in arguments if a not in ("--label-column", "domain")], capsys, tmp_path / "out")
 
 
+def test_commands_that_follow_quote_paths_with_spaces(case, tmp_path, capsys):
+    out = tmp_path / "my mixture"
+    main(command(case, out))
+    printed = capsys.readouterr().out
+    assert f"vLLM: vllm serve '{out}'\n" in printed
+    assert f"moe-peft export --adapter '{out}' --format gguf --output '{out}.gguf'\n" in printed
+
+
 def test_a_mixture_without_names_asks_for_them(case, tmp_path, capsys):
     main(command(case, tmp_path / "mixed", gates="arrow", data=None, **{"label-column": None}))
     (tmp_path / "mixed/mix.json").unlink()

@@ -15,7 +15,7 @@ import yaml
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, PreTrainedModel, set_seed
 
 from moe_peft import MoELoraConfig
 from moe_peft.cli import main
@@ -24,7 +24,9 @@ from moe_peft.cli.sft import parser
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer, resuming
 from moe_peft.training.checkpointing import fingerprint_of, mark_complete
+from moe_peft.training.data import load_data
 from tests.helpers.models import tiny_llama
+from tests.helpers.native_case import SIZE
 from tests.helpers.routed_models import tuner_layers
 from tests.helpers.training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
 from tests.helpers.upit_case import make_case as make_recipe
@@ -255,7 +257,7 @@ def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys
     step, steps = state["best_global_step"], state["global_step"]
     printed = capsys.readouterr().out
     assert f"result: {out} (step {step} of {steps}: the best loss, {state['best_metric']:.4g})\n" in printed
-    assert f"next: moe-peft inspect --model {out} " in printed
+    assert f"next: moe-peft inspect --model {out} " in printed and f"vllm serve {out}; moe-peft export" in printed
     best = weights(out / f"checkpoint-{step}")
     assert all(torch.equal(value, best[name]) for name, value in weights(out).items())
     # A run that is done stays as it is, and one that was killed waits no longer than one that was not.
@@ -649,6 +651,42 @@ def test_conversations_are_messages(names, case, tmp_path, capsys):
         assert torch.equal(trained["conversations"][name], value)
 
 
+def test_what_follows_is_only_what_takes_the_result(case, tmp_path, capsys):
+    """There is no MoE family for Gemma 3, so no export."""
+    model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SIZE, head_dim=16))
+    model.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(case["model_name_or_path"]).save_pretrained(tmp_path / "base")
+    (tmp_path / "my results").mkdir()
+    settings = {**case, "model_name_or_path": str(tmp_path / "base"), "max_steps": 1}
+    out = run("sft", tmp_path / "my results", settings)
+    commands = f"moe-peft inspect --model '{out}' --data …; moe-peft chat --model '{out}'; vllm serve '{out}'"
+    assert capsys.readouterr().out.endswith(f"next: {commands}\n")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="bfloat16 is TRL's default where a GPU has it")
+def test_without_an_accelerator_bfloat16_is_off_unless_asked_for(case, tmp_path, capsys):
+    settings = {name: value for name, value in case.items() if name not in ("bf16", "use_cpu")}
+    assert weights(run("sft", tmp_path, {**settings, "max_steps": 1}))
+    (tmp_path / "asked").mkdir()
+    assert "add --bf16 false" in refused("sft", tmp_path / "asked", {**settings, "bf16": True}, capsys=capsys)
+
+
+def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
+    given = [
+        {"instruction": "Add them.", "input": "2 and 3", "output": "5", "topic": "a"},
+        {"instruction": "Say hi.", "input": "", "output": "hi", "topic": "b", "system": "Be kind.",
+         "history": [["hello", "hello!"]]},
+    ]  # fmt: skip
+    (tmp_path / "rows.json").write_text(json.dumps(given))
+    rows = load_data(str(tmp_path / "rows.json"), "dataset_name", "topic").to_list()
+    assert rows[0] == {
+        "topic": "a", "prompt": [{"role": "user", "content": "Add them.\n\n2 and 3"}],
+        "completion": [{"role": "assistant", "content": "5"}],
+    }  # fmt: skip
+    asked = [("system", "Be kind."), ("user", "hello"), ("assistant", "hello!"), ("user", "Say hi.")]
+    assert [(m["role"], m["content"]) for m in rows[1]["prompt"]] == asked
+
+
 def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
     text = yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")})
     (tmp_path / "run.yaml").write_text(text + "\nstages: {rest: {learning_rate: 1e-3, fp16: true}}\n")
@@ -810,6 +848,11 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ),
         ("report_to", "comet_ml", "report_to='comet_ml': "),
         ("report_to", "nonsense", "report_to='nonsense': "),
+        ("report_to", "wandb", "report_to='wandb': No API key configured. Use `wandb login`"),
+        ("num_experts", 1, "num_experts=1: a single expert is always active and has no router"),
+        ("target_modules", "all", "target_modules: all: not a setting here; instead: target_modules: all-linear"),
+        ("target_modules", ["W_pack"], "{'W_pack'} not found in the base model"),
+        ("bf16", "auto", "bf16: auto: not a setting here; instead: leave it out"),
         ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),
         ("optim_args", "foo", "optim_args='foo': "),
         ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1}: of 'linear'"),
@@ -829,7 +872,9 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint='nowhere': is not a complete checkpoint"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
+def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # where W&B would find a login
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     command = "dpo" if key == "beta" else "sft"
     assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
 

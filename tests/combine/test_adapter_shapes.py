@@ -11,12 +11,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_peft import force_experts, lora_to_moe
 from moe_peft.combine.mix import mix
 from tests.helpers.mix_case import FFN, make_case, settings
 from tests.helpers.models import tiny_llama
+from tests.helpers.native_case import SIZE
 
 ALL = [*FFN, "q_proj", "k_proj", "v_proj", "o_proj"]
 OLD = {"auto_mapping", "revision", "rank_pattern", "alpha_pattern", "layers_pattern", "layers_to_transform"}
@@ -52,7 +53,13 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "patterns": ({"target_modules": FFN, "rank_pattern": {"up_proj": 2}, "alpha_pattern": {"down_proj": 3}}, {}),
     "alpha with a point": ({"target_modules": FFN}, {"lora_alpha": 8.0}),
     "the main revision": ({"target_modules": FFN}, {"revision": "main"}),
+    "a head": ({"target_modules": [*ALL, "lm_head"]}, {}),
+    "all linears, and a head in the file": ({"target_modules": [*ALL, "lm_head"]}, {"target_modules": "all-linear"}),
+    "more in the file than it names": ({"target_modules": ALL}, {"target_modules": ["q_proj", "lm_head", "up_proj"]}),
     "of some layers": ({"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]}, {}),
+    "of a program beside PEFT": (
+        {"target_modules": FFN}, {"lora_parameters": {"rank": 4, "scale": 2.0}, "trained_with": {"tool": "x"}}
+    ),
     "gaussian": ({"target_modules": FFN}, {"init_lora_weights": "gaussian"}),
     "eva": ({"target_modules": FFN}, {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}),
 }  # fmt: skip
@@ -125,6 +132,35 @@ def test_what_an_expert_cannot_have_is_one_line(name, case, tmp_path):
             label_column=None,
         ))  # fmt: skip
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_mlx_lm_is_called_one(case, tmp_path):
+    folder = write(tmp_path / "adapter", case, 7, {"target_modules": FFN}, {})
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 8, "scale": 20.0}})
+    )
+    with pytest.raises(ValueError, match=r"is an adapter of mlx-lm's, .*mlx_lm.fuse"):
+        mix(settings(case, output=str(tmp_path / "out"), adapters=[str(folder), str(case / "a")], gates="arrow",
+                     data=None, label_column=None))  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["route", "mean"])
+def test_loras_of_a_moe_are_told_what_to_do_with_them(attention, tmp_path):
+    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, num_experts=4, moe_intermediate_size=16))
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "lora")
+    with pytest.raises(ValueError, match=r"has routed experts of its own, .*--enable-lora.*add_weighted_adapter"):
+        lora_to_moe(adapted.unload(), [tmp_path / "lora"] * 2, attention=attention)
+
+
+def test_a_base_that_is_an_adapter_is_called_one(case, tmp_path):
+    with pytest.raises(ValueError, match=r"base='.*/b': it is a LORA adapter, not a model: merge it into its base"):
+        mix(settings(case, output=str(tmp_path / "out"), base=str(case / "b"), gates="arrow", data=None,
+                     label_column=None))  # fmt: skip
+    folder = write(tmp_path / "x", case, 7, {"target_modules": FFN}, {"base_model_name_or_path": str(case / "b")})
+    with pytest.raises(ValueError, match=r"base_model_name_or_path='.*/b': it is a LORA adapter, not a model"):
+        mix(settings(case, output=str(tmp_path / "out"), adapters=[str(folder)] * 2, labels=["x", "y"], gates="arrow",
+                     data=None, label_column=None))  # fmt: skip
 
 
 def test_ten_of_real_shapes_are_one_mixture_without_a_word(case, tmp_path, caplog):

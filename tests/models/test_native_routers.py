@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
 from moe_peft.analysis import inspect
 from moe_peft.analysis.recorder import record_routing
-from moe_peft.models.gates import CONFIG_FIELD
+from moe_peft.models.gates import CONFIG_FIELD, uniform_gates
 from moe_peft.models.layer import router_parameters
 from moe_peft.models.model_size import model_size
 from moe_peft.models.routed_gate import RoutedGate
@@ -472,6 +472,16 @@ def test_steering_reaches_them():
         torch.testing.assert_close(model(input_ids=IDS).logits, one, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="allow at least top_k=2"), allow_experts(with_router("mlp"), [2]):
         pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uniform_gates_are_those_of_the_stock_gate_and_leave_the_routers_as_they_were(kind):
+    stock, model = moe("mixtral"), with_router(kind)
+    with torch.no_grad():
+        before, config = model(IDS).logits, model.config.to_dict()
+        with uniform_gates(stock), uniform_gates(model):
+            assert_close(model(IDS).logits, stock(IDS).logits, 1e-5)
+        assert torch.equal(model(IDS).logits, before) and model.config.to_dict() == config
 
 
 @pytest.mark.parametrize("make, settings, message", [

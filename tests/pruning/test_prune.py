@@ -17,10 +17,14 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from moe_peft import prune_experts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
+from moe_peft.cli.prune import print_pruning
+from moe_peft.models.model_size import ModelSize
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.safetensors_io import Checkpoint
+from moe_peft.pruning import Pruning
 from moe_peft.pruning.expert_groups import LayerFacts, Rules, plan_layers, weights_of
+from moe_peft.pruning.prune import PrunedLayer
 from moe_peft.utils.expert_merging import mean_rows, mean_updates
 from tests.helpers.native_case import IDS, MOE, dense_model, saved
 from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
@@ -431,6 +435,32 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
             ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
         )
     assert "--drop: 'null': is not a value" in capsys.readouterr().err
+
+
+def test_experts_are_dropped_by_their_names(base: str, tmp_path: Path, capsys):
+    names = ["math", "code", "law", "prose", "1", "news"]
+    folder = make_adapter(base, tmp_path / "adapter", expert_names=names)
+    for i, (drop, gone) in enumerate({"code": 1, "[1]": 1, '["1"]': 4, '{"0": [code], "1": code}': 1}.items()):
+        main(["prune", "--model", str(folder), "--output", str(tmp_path / f"{i}"), "--drop", drop])
+        report = json.loads((tmp_path / f"{i}" / "pruning.json").read_text())
+        assert [layer["dropped"] for layer in report["layers"]] == [[gone], [gone]]
+    assert PeftConfig.from_pretrained(tmp_path / "0").expert_names == ["math", "law", "prose", "1", "news"]
+    with pytest.raises(SystemExit):
+        main(["prune", "--model", str(folder), "--output", str(tmp_path / "x"), "--drop", "[art]"])
+    assert "drop: experts='art': must be one of math, code, law, prose, 1, news" in capsys.readouterr().err
+
+
+def test_many_layers_that_lost_the_same_are_one_row(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    names = [f"model.layers.{i}.{part}" for i in range(30) for part in ("mlp", "self_attn.q_proj", "self_attn.o_proj")]
+    layers = [PrunedLayer(name, 3, [[0], [2]], [1], None) for name in names]
+    size = {"before": ModelSize(9, 9, 9), "after": ModelSize(8, 8, 8)}
+    print_pruning(Pruning(layers, size, None, {"layers": [i / 90 for i in range(90)], "any_layer": 0.5}, None))
+    printed = capsys.readouterr().out
+    for i, part in enumerate(("mlp", "self_attn.q_proj", "self_attn.o_proj")):
+        (row,) = [line for line in printed.splitlines() if part in line]
+        lost = sum(range(i, 90, 3)) / 30 / 90
+        assert f"model.layers.*.{part} (30)" in row and "3 → 2" in row and f"{lost:.1%}" in row
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,9 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
             {"router_schedule": "three_phase", "lr_scheduler_type": "cosine"},
             "lr_scheduler_type='cosine': router_schedule='three_phase' sets the learning rate",
         ),
+        ({"router_aux_loss_coef": math.nan}, "router_aux_loss_coef=nan: must be a finite number, at least 0"),
+        ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0: must be a finite number, at least 0"),
+        ({"router_learning_rate": math.inf}, "router_learning_rate=inf: must be a finite number, at least 0"),
         ({"router_bias_anneal": 25}, "router_bias_anneal=25: must be a share of the steps, 0 to 1"),
         ({"router_schedule": "three_phase", "warmup_steps": 5}, "warmup_steps=5: router_schedule='three_phase' sets"),
     ],

@@ -124,7 +124,11 @@ def test_yaml_and_overrides(tmp_path):
         "lora",
         6,
     )
-    for override, message in (("foo", "an override is key=value"), ("method.x=1", "'method' is not a section")):
+    for override, message in (
+        ("foo", "an override is key=value"),
+        ("=4", "an override is key=value"),
+        ("method.x=1", "'method' is not a section"),
+    ):
         path.write_text(yaml.safe_dump({**MINIMAL, "method": "upit"}))
         with pytest.raises(ValueError, match=message):
             load_recipe(path, [override])

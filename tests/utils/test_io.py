@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import moe_peft
 from moe_peft.utils.io import atomic_write, hash_file, output_folder, write_json
 
 
@@ -42,6 +45,22 @@ def test_a_process_that_was_killed_between_the_names_loses_nothing(tmp_path):
     with pytest.raises(OSError), atomic_write(tmp_path / "folder"):
         raise OSError
     assert names(tmp_path) == ["folder", "folder/old"]
+
+
+def test_text_is_utf_8_whatever_the_locale():
+    """Every text file that the package opens names its encoding; Python would take the locale's."""
+    without = []
+    for path in Path(moe_peft.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            if call.func.attr not in ("read_text", "write_text", "open") or ast.unparse(call.func) == "os.open":
+                continue
+            given = [ast.unparse(each) for each in (*call.args, *(keyword.value for keyword in call.keywords))]
+            is_binary = call.func.attr == "open" and "b" in "".join(given[:1])
+            if not is_binary and not any("utf" in each for each in given):
+                without.append(f"{path.name}:{call.lineno}")
+    assert not without
 
 
 def test_json_has_what_was_written(tmp_path):

@@ -41,7 +41,13 @@ def test_a_router_of_the_current_folder(flags, settings, folder, tokenizer, caps
     "name, text, message",
     [
         ("nowhere", None, "plugins='nowhere': cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
-        ("broken", "1 / 0", "plugins='broken': cannot be imported: ZeroDivisionError: division by zero"),
+        (
+            "broken",
+            "def f():\n    1 / 0\nf()",
+            "cannot be imported: ZeroDivisionError: division by zero (PLACE, line 2)",
+        ),
+        ("torn", "import json\n\njson.loads(3)", "must be str, bytes or bytearray, not int (PLACE, line 3)"),
+        ("wrong", "x = (", "plugins='wrong': cannot be imported: SyntaxError: '(' was never closed (wrong.py, line 1)"),
         ("ends", "import sys; sys.exit(0)", "plugins='ends': cannot be imported: SystemExit: 0"),
     ],
 )
@@ -53,4 +59,4 @@ def test_a_module_that_cannot_be_imported_is_one_line(name, text, message, folde
             run("sft", folder, {**make_case(folder, tokenizer), **settings}, *flags)
         assert end.value.code == 2
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and message in errors[0]
+        assert len(errors) == 1 and message.replace("PLACE", str(folder / f"{name}.py")) in errors[0]

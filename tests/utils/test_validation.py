@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_peft import MoEDPOConfig, MoELoraConfig, MoESFTConfig
-from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, prefixed, read_yaml, validate
+from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, prefixed, read_settings, read_yaml, validate
 
 
 class Section(Settings):
@@ -26,12 +26,21 @@ def test_a_model_is_made_of_what_a_file_says():
     assert run.section == Section(name="a", share=1) and run.other is None and run.data == {"path": "b"}
 
 
+@pytest.mark.parametrize("text", ["a: 1\nnum_experts:4\n", "num_experts:4", "a:\n  b: 1\n  num_experts:4\nc: 1"])
+def test_a_key_that_runs_into_its_value_is_named(text, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml: line \d: a space is missing after num_experts:$"):
+        read_settings(tmp_path / "run.yaml")
+    assert read_yaml("a: http://x\nb: 'x:4'", "text") == {"a": "http://x", "b": "x:4"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({}, "r.section: must be given"),
         ({"section": {}}, "r.section.name: must be given"),
         ({"section": 3}, "r.section=3: must be a mapping"),
+        ({"section": "name:x"}, "r.section='name:x': must be a mapping: a space is missing after name:"),
         ({"section": {"name": 3}}, "r.section.name=3: must be a valid string"),
         ({"section": {"name": " "}}, "r.section.name=' ': must be a string of printable characters"),
         ({"section": {"name": "a", "count": "1"}}, "r.section.count='1': must be a valid integer"),

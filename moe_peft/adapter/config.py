@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import Field, InitVar, dataclass, field, fields, make_dataclass
+from dataclasses import Field, InitVar, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from peft import PeftConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
-from ..routing.routers import ROUTERS, Router, RouterSettings
+from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_settings, setting
@@ -29,25 +29,12 @@ Mixing = Literal["output", "projection"]
 
 # The settings of routers that a config has, as `router_…`.
 _ROUTER_SETTINGS = {each.name: each for each in fields(RouterSettings) if "help" in each.metadata}
-# Settings of `LoraConfig` that experts lack, with the values that have no effect.
-_LORA_SETTINGS = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "loftq_config": None,
-    "layer_replication": None,
-    "target_parameters": None,
-}
-_TYPES = get_type_hints(RouterSettings)
-_Settings: Any = make_dataclass(
-    "_Settings",
-    [
-        *((f"router_{name}", _TYPES[name], setting(f.default, **f.metadata)) for name, f in _ROUTER_SETTINGS.items()),
-        *((name, InitVar[Any], field(default=neutral)) for name, neutral in _LORA_SETTINGS.items()),
-    ],
-    namespace={"__module__": __name__},
-)
+
+
+# Settings of `LoraConfig` that experts lack.
+_LORA_SETTINGS = (
+    "bias", "fan_in_fan_out", "use_dora", "lora_bias", "loftq_config", "layer_replication", "target_parameters",
+)  # fmt: skip
 
 
 def name_in_base(key: str) -> str:
@@ -61,7 +48,7 @@ def unread_settings(router: type[Router]) -> list[Field]:
 
 
 @dataclass
-class MoELoraConfig(_Settings, PeftConfig):
+class MoELoraConfig(PeftConfig):
     """
     Configuration of a MoE-LoRA adapter: every targeted FFN block (or single linear layer) gets `num_experts` LoRA
     experts and a router that picks `top_k` of them for each token.
@@ -174,18 +161,34 @@ class MoELoraConfig(_Settings, PeftConfig):
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
     alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", POSITIVE)
     router_type: str = setting("linear", f"One of {', '.join(ROUTERS)}.", ROUTERS)
+    router_jitter_noise: float = setting(0.0, "Training noise on the router's input.", Range(at_least=0, below=1))
+    router_threshold: float | None = setting(
+        None, "Probability for 'top_p' and 'threshold'.", Range(above=0, at_most=1)
+    )
+    router_capacity_factor: float | None = setting(None, "Capacity of experts for 'switch'.", POSITIVE)
+    router_num_heads: int | None = setting(None, "Routers in an attention router's mixture.", COUNT)
+    router_mixture: Mixture = setting("sum", "How their scores combine: 'sum' or 'max'.", get_args(Mixture))
+    router_bias_update_rate: float = setting(0.0, "Step of the biases that balance experts.", NOT_NEGATIVE)
     router_aux_loss_coef: float = setting(0.01, "Load-balancing loss coefficient.", NOT_NEGATIVE)
     init_lora_weights: bool | Literal["gaussian"] = setting(
         True, "True, False or 'gaussian'.", (True, False, "gaussian")
     )
     expert_type: str = setting("lora", f"One of {', '.join(EXPERTS)}.", EXPERTS)
     bottleneck_size: int = setting(64, "Size of every bottleneck expert.", COUNT)
+    # Settings of `LoraConfig`, accepted at the values that have no effect.
+    bias: InitVar[Any] = "none"
+    fan_in_fan_out: InitVar[Any] = False
+    use_dora: InitVar[Any] = False
+    lora_bias: InitVar[Any] = False
+    loftq_config: InitVar[Any] = None
+    layer_replication: InitVar[Any] = None
+    target_parameters: InitVar[Any] = None
 
     def __post_init__(self, *of_lora: Any) -> None:
         super().__post_init__()
         self.peft_type = PeftType.MOE_LORA
-        for (name, neutral), value in zip(_LORA_SETTINGS.items(), of_lora, strict=False):
-            if value != neutral:
+        for name, value in zip(_LORA_SETTINGS, of_lora, strict=False):
+            if value != getattr(MoELoraConfig, name):
                 raise InputError(f"MoELoraConfig: {name}={value!r}: LoRA experts have no such setting; leave it out")
         for name in ("target_modules", "exclude_modules", "target_projections"):
             if isinstance(value := getattr(self, name), (list, tuple)):

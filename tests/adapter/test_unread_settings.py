@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 
@@ -46,3 +47,11 @@ def test_every_setting_of_routers_is_one_of_a_config_and_reaches_the_router():
     settings = {"jitter_noise": 0.1, "num_heads": 3, "mixture": "max", "bias_update_rate": 0.1}
     config = MoELoraConfig(router_type="attention", **{f"router_{name}": value for name, value in settings.items()})
     assert config.expert_spec("mlp").router == RouterSettings("attention", **settings)
+
+
+def test_the_routers_settings_are_the_configs():
+    """Those with a help text, with the prefix `router_`: types, defaults, what is allowed, and the text."""
+    ours = {each.name: each for each in fields(MoELoraConfig)}
+    for theirs in (each for each in fields(RouterSettings) if "help" in each.metadata):
+        field = ours[f"router_{theirs.name}"]
+        assert (field.type, field.default, field.metadata) == (theirs.type, theirs.default, theirs.metadata), field.name

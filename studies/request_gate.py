@@ -393,6 +393,78 @@ def general_texts(source: Path) -> list[str]:
 
 # --- report ----------------------------------------------------------------------------------------------------------
 
+CONTRASTS = (
+    *((f"{kind}, prompts", "token, tokens") for kind in SCOPES),
+    *((f"{kind}, prompts", "picked, 8 layers") for kind in ("over layers", "first eight", "when sure")),
+    ("picked, 8 layers", "picked today"), ("picked, 8 layers", "picked, 30 layers"),
+    ("picked, 8 layers, base", "picked, 8 layers"), ("picked, 8 layers", "own"),
+)  # fmt: skip
+
+
+def report(ledger: Ledger) -> str:
+    """The page of the runs that there are."""
+    runs = [run for run in ledger.records() if "exact" in run]
+    base = {(run["set"], run["seed"]): run["general"] for run in runs if run["way"] == "base"}
+    lines = [
+        "# One gate for a request",
+        "",
+        "`python -m studies.request_gate report` writes this page; the head of the script says what was fixed before its "
+        "first run. SmolLM2-135M-Instruct; means over seeds. *Chosen*: requests picked for their own adapter; *lost*: for "
+        "the base. *Harm*: loss per token of general texts above the base's; *to base*: those picked for it.",
+    ]
+    for name, sizes in ROWS.items():
+        seeds = sorted({run["seed"] for run in runs if run["set"] == name})
+        head = "| way | rows | right answers | loss | chosen | lost | harm | to base |"
+        lines += ["", f"## {name}, {len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'}", "", head, f"|{'---|' * 8}"]
+        for rows in (0, *sizes):
+            ways = dict.fromkeys(run["way"] for run in runs if (run["set"], run["rows"]) == (name, rows))
+            for way in ways:
+                of_way = [r for r in runs if (r["set"], r["rows"], r["way"]) == (name, rows, way)]
+                harm = [run["general"] - base[name, run["seed"]] for run in of_way if "general" in run]
+                cells = [way, str(rows or ""), f"{_mean(of_way, 'exact'):.1%}", f"{_mean(of_way, 'loss'):.3f}"]
+                cells += [f"{_mean(of_way, key):.1%}" if key in of_way[0] else "" for key in ("chosen", "lost")]
+                cells += [f"{sum(harm) / len(harm):.3f}" if harm else ""]
+                cells += [f"{_mean(of_way, 'to_base'):.1%}" if "to_base" in of_way[0] else ""]
+                lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", "| A − B, right answers in points, 95 % over rows | rows | |", "|---|---|---|"]
+        for rows in sizes:
+            for a, b in CONTRASTS:
+                if found := _difference(runs, name, rows, a, b):
+                    lines.append(
+                        f"| {a} − {b} | {rows} | {100 * found[0]:+.1f} [{100 * found[1]:.1f}, {100 * found[2]:.1f}] |"
+                    )
+    return "\n".join(lines) + "\n"
+
+
+def _mean(runs: Sequence[dict[str, Any]], key: str) -> float:
+    return sum(run[key] for run in runs) / len(runs)
+
+
+def _difference(
+    runs: Sequence[dict[str, Any]], name: str, rows: int, a: str, b: str
+) -> tuple[float, float, float] | None:
+    """Right answers of a − b, a mean over tasks, with an interval over rows; a row's is its mean over seeds."""
+    ways = [
+        {
+            run["seed"]: run["matches"]
+            for run in runs
+            if (run["set"], run["way"]) == (name, way) and run["rows"] in (0, rows)
+        }
+        for way in (a, b)
+    ]
+    seeds = sorted(ways[0].keys() & ways[1].keys())
+    if not seeds:
+        return None
+    means, variances = [], []
+    for task in SETS[name]:
+        by_row = torch.tensor([
+            [int(x) - int(y) for x, y in zip(ways[0][seed][task], ways[1][seed][task], strict=True)] for seed in seeds
+        ]).double().mean(0)  # fmt: skip
+        means.append(float(by_row.mean()))
+        variances.append(float(by_row.var(correction=1)) / len(by_row))
+    mean, half = sum(means) / len(means), 1.96 * sum(variances) ** 0.5 / len(means)
+    return mean, mean - half, mean + half
+
 
 def main() -> None:
     options = parser(__doc__, workers=True)
@@ -400,7 +472,8 @@ def main() -> None:
     args = options.parse_args()
     ledger = Ledger(RESULTS / "request_gate.jsonl")
     if args.command == "report":
-        raise SystemExit("not yet")
+        (RESULTS / "request_gate.md").write_text(page := report(ledger))
+        return print(page)
     if args.worker is None:
         raise SystemExit(start_workers("request_gate", args, "--source", str(args.source)))
     score_answers_only()

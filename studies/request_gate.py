@@ -408,9 +408,9 @@ def report(ledger: Ledger) -> str:
     lines = [
         "# One gate for a request",
         "",
-        "`python -m studies.request_gate report` writes this page; the script's head says what was fixed before its first"
-        " run. SmolLM2-135M-Instruct; means over seeds. *Chosen*: requests picked for their own adapter; *lost*: for the"
-        " base. *Harm*: loss per token of general texts above the base's; *to base*: those picked for it.",
+        "`python -m studies.request_gate report` writes this page; the script's head says what was fixed before its"
+        " first run. SmolLM2-135M-Instruct; means over seeds. *Chosen*: requests picked for their own adapter; *lost*:"
+        " for the base. *Harm*: loss per token of general texts above the base's; *to base*: those picked for it.",
     ]
     for name, sizes in ROWS.items():
         seeds = sorted({run["seed"] for run in runs if run["set"] == name})

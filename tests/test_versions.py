@@ -21,6 +21,7 @@ TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "de
 EVAL = ("evaluation",)  # the extra `eval` too
 DEMO = ("demo",)  # the extra `demo`
 WEB = ("web.py",)  # the extra `web`
+PICK = ("pick.py",)  # the extra `pick`
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
 PROGRAMS = {"serving": {"vllm"}}  # imported only where the program itself runs, which we do not install
@@ -57,6 +58,7 @@ def test_what_a_file_imports_is_declared(path: Path):
             "gguf": GGUF,
             "demo": DEMO,
             "web": WEB,
+            "pick": PICK,
             "deepspeed": DEEPSPEED,
         }.items()
         if path.parts[1] in parts or path.name in parts
@@ -79,7 +81,8 @@ def test_what_is_declared_is_imported():
 def test_lowest_versions_are_the_lower_bounds():
     """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
     requirements = declared(
-        PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "eval", "quant", "gguf", "demo", "web", "test"))
+        PROJECT["dependencies"],
+        *(EXTRAS[name] for name in ("train", "eval", "quant", "gguf", "demo", "web", "pick", "test")),
     )
     bounds = {
         name: next(s.version for s in requirement.specifier if s.operator == ">=")

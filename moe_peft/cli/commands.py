@@ -50,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "mix": Command(
         ".mix", "make one mixture of LoRA adapters or dense models, without training", once=True, needs_less=_BATCHES
     ),
+    "pick": Command(".pick", "answer each request with the LoRA that it is for: a proxy before vLLM", once=True),
     "upcycle": Command(".upcycle", "make a native MoE from dense models", once=True),
     "prune": Command(".prune", "drop and merge experts of an adapter or a native MoE", once=True, needs_less=_BATCHES),
     "export": Command(".export", "make a native MoE from a MoE-LoRA adapter and its base", once=True),

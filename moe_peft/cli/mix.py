@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -93,6 +94,8 @@ def destinations(settings: MixSettings) -> list[str]:
             f"--model {quoted} --format gguf --output {shlex.quote(output + '.gguf')}"
         ]
     lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
+    if os.path.isfile(os.path.join(output, "request_gate.safetensors")):
+        lines.append(f"the adapters behind vLLM, one for a request: moe-peft pick --gate {quoted}")
     commands, refusals = adapter_destinations(output, settings.base)
     return [*lines, *(f"{place}: {command}" for place, command in commands.items()), *refusals]
 

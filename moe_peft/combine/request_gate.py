@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ from ..utils.torch_contexts import double
 
 FILE = "request_gate.safetensors"
 BASE = "base"  # the choice of none of the adapters
+_MARK = "(the request)"
 Message: TypeAlias = Mapping[str, Any]
 Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
 
@@ -57,10 +59,10 @@ def request_text(request: Request) -> str:
     """What is asked: a text, or the last user message of a chat."""
     if isinstance(request, str):
         return request
-    content = next((message["content"] for message in reversed(request) if message.get("role") == "user"), "")
+    content = next((message.get("content") for message in reversed(request) if message.get("role") == "user"), "")
     if isinstance(content, str):
         return content
-    return "\n".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
+    return "\n".join(part["text"] for part in content or () if isinstance(part, Mapping) and part.get("text"))
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,17 @@ class RequestReader:
     def _rendered(self, text: str) -> tuple[str, int]:
         """A request in its form, and where its own text begins."""
         text = text.strip()
-        if not self.chat:
-            return f"{text}\n", 0
+        return (self._in_template(text), self._start) if self.chat else (f"{text}\n", 0)
+
+    @cached_property
+    def _start(self) -> int:
+        """Where texts begin in the template; a short one may also be part of the template's own words."""
+        return max(0, self._in_template(_MARK).find(_MARK))
+
+    def _in_template(self, text: str) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": text}]
-        whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return whole, max(0, whole.rfind(text))
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 @dataclass
@@ -269,7 +276,7 @@ class RequestGate:
         path = Path(folder, FILE)
         about, vectors = _read(path)
         settings = {name: about[name] for name in ("chat", "system", "max_length")}
-        model, named = base, base or about["base"]
+        model, named, penalty = base, base or about["base"], about["penalty"]
         if not isinstance(base, nn.Module):
             opened = open_folder(named, "base", DenseFolder)
             model, tokenizer, named = first_layers(opened, dtype), tokenizer or opened.tokenizer, opened.path
@@ -279,7 +286,7 @@ class RequestGate:
             raise InputError(
                 f"{path}: is not of this base, which has {shape[1]} features in {shape[0]} layers that decide"
             )
-        return RequestGate(model, gate.reader, vectors, gate.base, about["penalty"])
+        return RequestGate(model, gate.reader, vectors, gate.base, penalty)
 
 
 def _write(path: Path, about: Mapping[str, Any], vectors: Mapping[str, torch.Tensor]) -> None:
@@ -292,11 +299,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not path.is_file():
         raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
     with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {})["request_gate"])
-        vectors = {name: file.get_tensor(str(i)) for i, name in enumerate(about["names"])}
-        missing = {"base", "chat", "system", "max_length", "penalty"} - about.keys()
-        if missing or any(value.dim() != 3 for value in vectors.values()):
-            raise ValueError("is not a gate for requests")
+        read = json.loads((file.metadata() or {})["request_gate"])
+        vectors = {str(name): file.get_tensor(str(i)).float() for i, name in enumerate(read["names"])}
+        about = {
+            "base": str(read["base"]), "chat": bool(read["chat"]), "system": read["system"],
+            "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
+        }  # fmt: skip
+    whole = vectors and all(value.dim() == 3 and len(value) for value in vectors.values())
+    if not whole or about["penalty"] <= 0 or about["max_length"] <= 0:
+        raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
     return about, vectors
 
 
@@ -353,7 +364,10 @@ def first_layers(folder: DenseFolder, dtype: str = "auto") -> Any:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # that others are left over is meant
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder.path, config=config, dtype=dtype, revision=folder.revision)
+        with reading(folder):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder.path, config=config, dtype=dtype, revision=folder.revision, use_safetensors=True
+            )
     finally:
         transformers.logging.set_verbosity(verbosity)
     return model.to(torch.accelerator.current_accelerator() or "cpu").eval()

@@ -214,6 +214,8 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
          {"model": ["m", "n"], "output": "o", "drop_rate": 1, "weight_scaling": False}),
         ("mix", "--output o --adapters a b --gates arrow --top-k 1",
          {"output": "o", "adapters": ["a", "b"], "gates": "arrow", "top_k": 1}),
+        ("pick", '--gate g --port 0 --max-length 9 --names {"a":"b"}',
+         {"gate": "g", "port": 0, "max_length": 9, "names": {"a": "b"}}),
         ("export", "--adapter a --output o --max-shard-size 1GB",
          {"adapter": "a", "output": "o", "max_shard_size": "1GB"}),
         ("demo", "--steps 2", {"steps": 2}),

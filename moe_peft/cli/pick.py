@@ -1,0 +1,169 @@
+"""`moe-peft pick`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from ..utils.messages import InputError, choice_error, install
+from ..utils.validation import Count, Flag, Integer, Settings, Text, Texts
+from .settings import SettingsParser, check_files, check_models
+
+if TYPE_CHECKING:
+    from ..combine.request_gate import Request
+
+EXAMPLE = r"""
+examples:
+  moe-peft pick --fit --base Qwen/Qwen3-0.6B --data math.jsonl code.jsonl \
+    --gate gate
+  vllm serve Qwen/Qwen3-0.6B --enable-lora --lora-modules math=lora-math \
+    code=lora-code
+  moe-peft pick --gate gate
+"""
+
+
+class PickSettings(Settings):
+    """The settings of `moe-peft pick`."""
+
+    gate: Text = Field(title="FOLDER", description="the gate, made by --fit or by moe-peft mix")
+    base: Text | None = Field(
+        None,
+        title="PATH",
+        description="the adapters' base; default, without --fit: the one that the gate was made with",
+    )
+    max_length: Count | None = Field(
+        None, description="tokens of a request that are read; default: 1024, or the gate's"
+    )
+    server: Text = Field("http://127.0.0.1:8000", title="URL", description="the server that has the adapters by name")
+    names: dict[Text, Text] | None = Field(
+        None, description='its names of adapters, where they differ: {"math": "lora-math"}'
+    )
+    base_name: Text | None = Field(
+        None, title="NAME", description="its name of the base; default: its first model that is no adapter"
+    )
+    api_key: Text | None = Field(
+        None, title="KEY", description="its key, for the check at the start; default: VLLM_API_KEY of the environment"
+    )
+    timeout: Count = Field(600, description="seconds that it may be silent during an answer")
+    host: Text = Field("127.0.0.1", title="ADDRESS", description="the proxy's address; 0.0.0.0 is everyone's")
+    port: Annotated[Integer, Field(ge=0, le=65535)] = Field(8100, description="the proxy's port; 0: a free one")
+    served_model_name: Text = Field("auto", title="NAME", description="the model that stands for the choice")
+    max_body: Count = Field(64, description="MiB of a request")
+    fit: Flag = Field(False, description="make the gate, and stop")
+    data: Texts | None = Field(
+        None, title="FILE", description="requests that each adapter is for: a file for each, or one with --label-column"
+    )
+    label_column: Text | None = Field(None, title="NAME", description="column of --data with the adapters' names")
+    labels: Texts | None = Field(
+        None, title="NAME", description="the adapters' names; default: those of the files, or all of the column"
+    )
+    neutral: Text | None = Field(
+        None, title="FILE", description="general requests, one a line, which the base answers; default: some of ours"
+    )
+    max_examples: Count = Field(512, description="rows of each adapter that are read")
+
+    @model_validator(mode="after")
+    def _check(self) -> PickSettings:
+        files = self.data or []
+        rules: list[tuple[Any, str]] = [
+            (self.fit and not (self.base and files), "fit=True: give base and data, too"),
+            (not self.fit and (files or self.neutral), "data, neutral: go with fit"),
+            (not files and (self.labels or self.label_column), "labels, label_column: go with data"),
+            (self.label_column and len(files) > 1, f"data={files}: give one file with label_column"),
+            (
+                files and not self.label_column and self.labels and len(self.labels) != len(files),
+                f"labels={self.labels}: {len(files)} files; give a name for each",
+            ),
+        ]
+        for wrong, message in rules:
+            if wrong:
+                raise InputError(message)
+        return self
+
+
+_GROUPS = {
+    "Gate": ("gate", "base", "max_length"),
+    "Server": ("server", "names", "base_name", "api_key", "timeout"),
+    "Proxy": ("host", "port", "served_model_name", "max_body"),
+    "Making a gate": ("fit", "data", "label_column", "labels", "neutral", "max_examples"),
+}
+
+
+def parser(prog: str) -> SettingsParser:
+    description = (
+        "Answer each request with the LoRA that it is for: a proxy in front of a server that has them by name."
+    )
+    return SettingsParser(PickSettings, prog, groups=_GROUPS, description=description, epilog=EXAMPLE)
+
+
+def run(settings: PickSettings) -> None:
+    check_models(base=settings.base)
+    check_files(**{"--data": settings.data})
+    if settings.fit:
+        fit(settings)
+        return
+    try:
+        from ..serving.pick import Proxy, find_engine, serve
+    except ImportError as error:
+        raise InputError(f"{error}; install the pick extra: {install('pick')}") from error
+    from ..combine.request_gate import RequestGate  # only now: these imports take seconds
+
+    gate = RequestGate.from_pretrained(settings.gate, settings.base)
+    if settings.max_length is not None:
+        gate.reader = dataclasses.replace(gate.reader, max_length=settings.max_length)
+    key = settings.api_key or os.environ.get("VLLM_API_KEY")
+    names, served = settings.names or {}, settings.served_model_name
+    engine = find_engine(settings.server, gate.names, names, settings.base_name, served, key)
+    serve(Proxy(gate, engine, served, settings.timeout, settings.max_body << 20), settings.host, settings.port)
+
+
+def fit(settings: PickSettings) -> None:
+    """Write the gate that the requests of `settings.data` make."""
+    from ..combine.request_gate import RequestGate, lines_of
+    from ..utils.io import read_text
+
+    requests = requests_by_label(settings)
+    neutral = None if settings.neutral is None else lines_of(read_text(settings.neutral))
+    gate = RequestGate.fit(settings.base, requests, neutral, max_length=settings.max_length or 1024)
+    gate.save_pretrained(settings.gate)
+    for name, vectors in gate.vectors.items():
+        print(f"{name}: {len(vectors)} requests")
+    print(settings.gate)
+
+
+def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
+    """Adapter → requests that it is for."""
+    from ..native.folders import DenseFolder, open_folder
+    from ..routing.expert_map import label_text
+    from ..training.data import check_rows, drawn, load_data, rows_of_labels
+
+    files, column = settings.data or [], settings.label_column
+    if column is None:
+        labels = settings.labels or [Path(file).stem for file in files]
+        if len(set(labels)) < len(labels):
+            raise InputError(f"labels={labels}: two adapters have the same name; give others (--labels)")
+        parts = {label: load_data(file, "--data", None) for label, file in zip(labels, files, strict=True)}
+    else:
+        data = load_data(files[0], "--data", column)
+        rows = rows_of_labels(map(label_text, data[column]))
+        for label in settings.labels or ():
+            if label not in rows:
+                raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which --data has")
+        parts = {label: data.select(rows[label]) for label in settings.labels or rows}
+    tokenizer = open_folder(settings.base or "", "base", DenseFolder).tokenizer
+    requests = {}
+    for label, part in parts.items():
+        of_format = next((kind for kind in _FORMATS if {*kind} <= {*part.column_names}), None)
+        if of_format is None:
+            raise InputError(f"--data: columns {part.column_names}: needs messages, prompt and completion, or text")
+        part = drawn(part.select_columns([*of_format]), settings.max_examples, 0)
+        check_rows(part, "--data", tokenizer)
+        requests[label] = [row[of_format[0]] for row in part]
+    return requests
+
+
+_FORMATS = (("prompt", "completion"), ("messages",), ("text",))  # the first column of each has the request

@@ -1,0 +1,461 @@
+"""
+`moe-peft pick` before a small server of ours: which model it asks for whom, what passes through, streams, and how it
+ends when something is not there. tests/serving/test_pick.py does it with vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+
+from moe_peft import RequestGate
+from moe_peft.cli import main
+from moe_peft.cli.pick import PickSettings, parser
+from moe_peft.serving.pick import HEADER, Proxy, find_engine
+from moe_peft.utils.messages import InputError
+from tests.helpers.fake_engine import FakeEngine, running
+from tests.helpers.gate_case import NEUTRAL, TEXTS, save_base
+
+FOR = {**{name: of_name[0] for name, of_name in TEXTS.items()}, "base": NEUTRAL[0]}
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pick")
+    gate = RequestGate.fit(save_base(folder / "base"), TEXTS, NEUTRAL, chat=True)
+    gate.save_pretrained(folder / "gate")
+    assert [name or "base" for name in gate.pick([*FOR.values()])] == [*FOR]
+    gate.folder = folder / "gate"
+    return gate
+
+
+@contextmanager
+def proxied(gate, engine: FakeEngine, timeout: float = 60, max_body: int = 1 << 20, **names):
+    with running(engine.app) as server:
+        found = find_engine(server, gate.names, names, None, "auto", engine.key)
+        app = Proxy(gate, found, "auto", timeout, max_body).app()
+        with running(app) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            yield client
+
+
+@pytest.fixture
+def engine():
+    engine = FakeEngine()
+    yield engine
+    engine.go.set()
+
+
+@pytest.fixture
+def client(gate, engine):
+    with proxied(gate, engine) as client:
+        yield client
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def chat(text: str, **more) -> dict:
+    return {"model": "auto", "messages": [{"role": "user", "content": text}], **more}
+
+
+# --- whom it asks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FOR)
+def test_a_request_is_answered_by_its_adapter_or_the_base(client, engine, name):
+    body = chat(FOR[name], temperature=0.5, unknown={"ä": [1, None]})
+    headers = {"authorization": "Bearer secret", "x-own": "1"}
+    answer = client.post("/v1/chat/completions?debug=1", json=body, headers=headers)
+    model = {"base": "base-model"}.get(name, name)
+    assert (answer.status_code, answer.headers[HEADER], answer.headers["x-request-id"]) == (200, name, "7")
+    assert answer.json() == {"model": model, "echo": {**body, "model": model}}
+    ((method, path, _, sent),) = engine.asked
+    assert (method, path) == ("POST", "/v1/chat/completions?debug=1")
+    assert headers.items() <= sent.items()
+
+
+def test_the_last_user_message_decides(client):
+    turns = [
+        {"role": "system", "content": FOR["prose"] * 50},
+        {"role": "user", "content": FOR["math"]},
+        {"role": "assistant", "content": FOR["math"]},
+        {"role": "user", "content": [{"type": "text", "text": FOR["code"]}, {"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": FOR["math"]},
+    ]
+    answer = client.post("/v1/chat/completions", json={"model": "auto", "messages": turns})
+    assert answer.headers[HEADER] == "code" and answer.json()["echo"]["messages"] == turns
+
+
+@pytest.mark.parametrize("content", ["", "  ", None, [{"type": "image_url", "image_url": {"url": "data:"}}]])
+def test_without_words_the_base_answers(client, content):
+    answer = client.post("/v1/chat/completions", json=chat(content))
+    assert (answer.headers[HEADER], answer.json()["model"]) == ("base", "base-model")
+
+
+@pytest.mark.parametrize("name", FOR)
+def test_completions_and_responses_are_picked_for_too(client, name):
+    text, other = FOR[name], (TEXTS.get(name) or NEUTRAL)[1]
+    bodies = [
+        ("completions", {"prompt": text}), ("completions", {"prompt": [text, other]}), ("responses", {"input": text}),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": text}]}]}),
+    ]  # fmt: skip
+    for path, body in bodies:
+        assert client.post(f"/v1/{path}", json={"model": "auto", **body}).headers[HEADER] == name
+
+
+def test_names_of_the_server(gate):
+    engine = FakeEngine(("lora-math", "code", "prose"))
+    with proxied(gate, engine, math="lora-math") as client:
+        answer = client.post("/v1/chat/completions", json=chat(FOR["math"]))
+        assert (answer.headers[HEADER], answer.json()["model"]) == ("math", "lora-math")
+
+
+def test_clients_at_once_get_their_own(client, engine):
+    """The engine answers none before all have come."""
+    names = [*FOR, *FOR]
+
+    def ask(i: int):
+        return client.post("/v1/chat/completions", json=chat(FOR[names[i]], wait=True, number=i))
+
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(ask, i) for i in range(8)]
+        until(lambda: len(engine.asked) == 8)
+        engine.go.set()
+        for i, answer in enumerate(each.result() for each in waiting):
+            assert answer.headers[HEADER] == names[i] and answer.json()["echo"]["number"] == i
+    assert client.get("/health").json()["picked"] == dict.fromkeys(FOR, 2)
+
+
+def test_those_that_wait_are_read_together(gate, engine, monkeypatch):
+    sizes, pick = [], gate.pick
+
+    def slow(texts):
+        if not sizes:
+            until(lambda: len(proxy.picker.waiting) == 6)
+        sizes.append(len(texts))
+        return pick(texts)
+
+    monkeypatch.setattr(gate, "pick", slow)
+    with running(engine.app) as server:
+        proxy = Proxy(gate, find_engine(server, gate.names, {}, None, "auto"), "auto", 60, 1 << 20)
+        with running(proxy.app()) as url, ThreadPoolExecutor(7) as pool:
+            bodies = [chat(FOR[name]) for name in [*FOR, *FOR][:7]]
+            answers = [*pool.map(lambda body: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60), bodies)]
+    assert sizes == [1, 6] and [answer.headers[HEADER] for answer in answers] == [*FOR, *FOR][:7]
+
+
+# --- what passes through ---------------------------------------------------------------------------------------------
+
+
+def test_models_that_are_named_are_asked_as_they_are(client, engine):
+    for name in ("prose", "base-model", "nobody"):
+        content = json.dumps({"messages": [{"content": FOR["math"], "role": "user"}], "model": name}, indent=3)
+        answer = client.post("/v1/chat/completions", content=content)
+        assert answer.status_code == (404 if name == "nobody" else 200) and HEADER not in answer.headers
+        assert engine.asked[-1][2] == content.encode()
+    assert answer.json() == {"error": {"message": "no model nobody"}}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"auto"', b"\xff", b"[" * 100_000, b'{"messages": []}'])
+def test_the_engine_says_what_is_no_request(client, engine, content):
+    answer = client.post("/v1/completions", content=content)
+    assert answer.json() == {"error": {"message": "no JSON with a model"}} and engine.asked[-1][2] == content
+
+
+@pytest.mark.parametrize("asked", ["GET /version", "POST /tokenize?a=1&b=%2F", "DELETE /v1/responses/a%2Fb", "GET /"])
+def test_other_routes_pass_through(client, engine, asked):
+    method, path = asked.split()
+    answer = client.request(method, path, content=b"\x00x" if method == "POST" else None)
+    assert (answer.status_code, answer.headers["x-other"]) == (202, "1")
+    assert answer.content == (b"<\x00x>" if method == "POST" else b"<>") and engine.asked[0][:2] == (method, path)
+    assert "accept-encoding" in engine.asked[0][3] and "python-httpx" in engine.asked[0][3]["user-agent"]
+
+
+def test_models_are_listed_after_ours(gate):
+    engine = FakeEngine(key="secret")
+    with proxied(gate, engine) as client:
+        listed = client.get("/v1/models", headers={"authorization": "Bearer secret"}).json()
+        assert [model["id"] for model in listed["data"]] == ["auto", "base-model", "math", "code", "prose"]
+        refused = client.get("/v1/models")
+        assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
+        assert client.get("/health").json()["server_status"] == "ok"
+
+
+def test_streams_come_piece_by_piece(client, engine):
+    with client.stream("POST", "/v1/chat/completions", json=chat(FOR["code"], stream=True, wait=True)) as answer:
+        assert answer.headers[HEADER] == "code" and answer.headers["content-type"].startswith("text/event-stream")
+        pieces = answer.iter_raw()
+        assert next(pieces) == b'data: {"model": "code", "piece": 0}\n\n'  # while the engine holds the next one back
+        assert not engine.go.is_set()
+        engine.go.set()
+        assert b"".join(pieces) == b"data: [DONE]\n\n"
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_the_request(gate, engine, stream):
+    with proxied(gate, engine) as client:
+        address = (client.base_url.host, client.base_url.port)
+        content = json.dumps(chat(FOR["math"], wait=True, stream=stream)).encode()
+        with socket.create_connection(address) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            connection.sendall(head.encode() + content)
+            if stream:
+                assert b"200" in connection.recv(100)
+            until(lambda: len(engine.asked) == 1)
+        assert engine.gone.wait(60)
+        assert client.get("/health").status_code == 200  # and others are served
+
+
+REFUSED = {
+    "texts of two adapters": ({"prompt": [FOR["math"], FOR["code"]]}, "prompt: its texts are for code, math; ask"),
+    "tokens": ({"prompt": [1, 2, 3]}, "prompt: the choice reads text"),
+    "lists of tokens": ({"prompt": [[1], [2]]}, "prompt: the choice reads text"),
+    "no prompt": ({}, "prompt: the choice reads text"),
+    "messages a number": ({"messages": 7}, "messages: is not a list of messages"),
+    "no messages": ({"messages": None}, "messages: is not a list of messages"),
+    "messages of texts": ({"messages": ["x"]}, "messages: is not a list of messages"),
+    "content a number": ({"messages": [{"role": "user", "content": 3}]}, "messages: is not a list"),
+    "text a number": ({"messages": [{"role": "user", "content": [{"text": 3}]}]}, "messages: is not a list"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_picked_for_is_refused_in_openais_form(client, engine, case):
+    body, message = REFUSED[case]
+    path = "chat/completions" if "messages" in body else "completions"
+    answer = client.post(f"/v1/{path}", json={"model": "auto", **body})
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == 400 and error["type"] == "invalid_request_error"
+    assert error["message"].startswith(message) and not engine.asked
+
+
+def test_half_a_pair_of_surrogates_is_read(client):
+    content = json.dumps(chat(FOR["math"] + "\ud800"))
+    assert client.post("/v1/chat/completions", content=content).headers[HEADER] == "math"
+
+
+def test_large_bodies_are_refused(gate, engine):
+    with proxied(gate, engine, max_body=1000) as client:
+        assert client.post("/v1/chat/completions", json=chat("x" * 800)).status_code == 200
+        answer = client.post("/v1/chat/completions", json=chat("x" * 1000))
+        assert answer.status_code == 413 and "more than 1000 bytes" in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_went_away_is_an_error_in_openais_form(gate, engine):
+    with running(engine.app) as server:
+        found = find_engine(server, gate.names, {}, None, "auto")
+    with running(Proxy(gate, found, "auto", 60, 1 << 20).app()) as url:
+        for answer in (httpx.post(f"{url}/v1/chat/completions", json=chat(FOR["math"])), httpx.get(f"{url}/v1/models")):
+            error = answer.json()["error"]
+            assert answer.status_code == error["code"] == 502 and error["type"] == "server_error"
+            assert "the server behind moe-peft pick does not answer" in error["message"]
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503 and "ok" not in health.json()["server_status"]
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error(client):
+    answer = client.post("/v1/chat/completions", json=chat(FOR["math"], stream=True, breaks=True))
+    first, last = answer.text.strip().split("\n\n", 1)
+    assert first == 'data: {"model": "math", "piece": 0}'
+    assert "broke off" in json.loads(last.strip().removeprefix("data: "))["error"]["message"]
+
+
+def test_an_engine_that_is_silent_is_an_error_too(gate, engine):
+    with proxied(gate, engine, timeout=0.2) as client:
+        answer = client.post("/v1/chat/completions", json=chat(FOR["math"], wait=True))
+        assert answer.status_code == 504 and "in time" in answer.json()["error"]["message"]
+    assert engine.gone.wait(60)
+
+
+# --- the start -------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_must_have_what_the_gate_names(gate):
+    engine = FakeEngine(("math", "other"), key="secret")
+    with running(engine.app) as server:
+
+        def find(names=None, base=None, served="auto", adapters=("math",), key="secret", url=server):
+            return find_engine(url, adapters, names or {}, base, served, key)
+
+        for url in (server, f"{server}/", f"{server}/v1", f"{server}/v1/"):
+            found = find(url=url)
+            assert (found.url, found.base, found.names) == (server, "base-model", {"math": "math"})
+        assert find(base="other").base == "other"
+        wrong = [
+            ({"adapters": gate.names}, "has no code, prose, only base-model, math, other; start it with them"),
+            ({"names": {"law": "x"}}, "names='law': must be one of math"),
+            ({"names": {"math": "x"}}, "has no x, only"),
+            ({"base": "nobody"}, "base_name='nobody': must be one of base-model, math, other"),
+            ({"served": "other"}, "has a model of that name; give another"),
+            ({"key": None}, "401"),
+            ({"url": f"{server}/nowhere"}, "start it first|is not a list of models"),
+            ({"url": "nonsense"}, "server='nonsense'"),
+            ({"url": "http://127.0.0.1:1"}, "server='http://127.0.0.1:1': .*; start it first"),
+        ]
+        for options, message in wrong:
+            with pytest.raises(InputError, match=message) as error:
+                find(**options)
+            assert "\n" not in str(error.value)
+
+
+def ends(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["pick", *map(str, arguments)])
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_the_command_ends_with_one_line(gate, tmp_path, capsys):
+    start = ["--gate", gate.folder]
+    assert "has no request_gate.safetensors" in ends(["--gate", tmp_path], capsys)
+    assert "start it first, e.g. vllm serve" in ends([*start, "--server", "http://127.0.0.1:1"], capsys)
+    with running(FakeEngine().app) as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port {port}: taken" in ends([*start, "--server", server, "--port", port], capsys)
+        assert "--host nonsense" in ends([*start, "--server", server, "--host", "nonsense"], capsys)
+
+
+WITHOUT_TRAINERS = """
+import sys
+sys.modules.update(dict.fromkeys(["trl", "rich", "matplotlib"]))
+from moe_peft.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_stopped(gate):
+    """It needs no more than the extra `pick`."""
+    with running(FakeEngine().app) as server:
+        options = ["--gate", gate.folder, "--server", server, "--port", "0"]
+        command = [sys.executable, "-c", WITHOUT_TRAINERS, "pick", *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            line = process.stdout.readline()
+            url = line.split()[3]
+            assert line.startswith("model 'auto' at http://127.0.0.1:") and url.endswith("/v1")
+            answer = httpx.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=60)
+            assert answer.headers[HEADER] == "prose"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in errors
+
+
+# --- making a gate ---------------------------------------------------------------------------------------------------
+
+
+def write(path, rows) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+FORMATS: dict[str, Callable[[str], dict]] = {
+    "text": lambda text: {"text": text},
+    "prompt": lambda text: {"prompt": text, "completion": "an answer"},
+    "messages": lambda text: {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "an answer"},
+        ]
+    },
+    "prompt of messages": lambda text: {
+        "prompt": [{"role": "user", "content": text}], "completion": [{"role": "assistant", "content": "an answer"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_fit_makes_the_gate_of_the_requests_in_files(gate, tmp_path, capsys, kind):
+    files = [write(tmp_path / f"{name}.jsonl", map(FORMATS[kind], of_name)) for name, of_name in TEXTS.items()]
+    (tmp_path / "neutral.txt").write_text("# general\n" + "\n".join(NEUTRAL))
+    options = ["--base", gate.base, "--neutral", str(tmp_path / "neutral.txt"), "--gate", str(tmp_path / "gate")]
+    main(["pick", "--fit", "--data", *files, *options])
+    printed = capsys.readouterr().out
+    assert "math: 24 requests\ncode: 40 requests\nprose: 16 requests\nbase: 30 requests\n" in printed
+    made, expected = (
+        RequestGate.from_pretrained(tmp_path / "gate"),
+        RequestGate.fit(gate.base, TEXTS, NEUTRAL, chat="messages" in kind),
+    )
+    assert made.reader.chat == expected.reader.chat
+    torch.testing.assert_close(made.weight, expected.weight, rtol=1e-4, atol=1e-6)  # rows are drawn in another order
+
+
+def test_fit_takes_labels_of_a_column_or_of_flags(gate, tmp_path):
+    rows = [{"text": text, "of": name} for name, of_name in TEXTS.items() for text in of_name]
+    file = write(tmp_path / "all.jsonl", rows)
+    start = ["pick", "--fit", "--base", gate.base, "--gate", str(tmp_path / "gate"), "--max-examples", "9", "--data"]
+    main([*start, file, "--label-column", "of"])
+    made = RequestGate.from_pretrained(tmp_path / "gate")
+    assert {name: len(x) for name, x in made.vectors.items() if name != "base"} == dict.fromkeys(sorted(TEXTS), 9)
+    main([*start, file, "--label-column", "of", "--labels", "prose", "code"])
+    assert RequestGate.from_pretrained(tmp_path / "gate").names == ["prose", "code"]
+    main([*start, file, file, "--labels", "a", "b", "--max-length", "7"])
+    made = RequestGate.from_pretrained(tmp_path / "gate")
+    assert (made.names, made.reader.max_length) == (["a", "b"], 7)
+
+
+def test_every_setting_is_a_flag():
+    assert {action.dest for action in parser("pick")._actions} == {*PickSettings.model_fields, "config", "help"}
+
+
+BAD = {
+    "no data": (["--fit", "--base", "b"], "fit=True: give base and data"),
+    "no base": (["--fit", "--data", "d.jsonl"], "fit=True: give base and data"),
+    "data alone": (["--data", "d.jsonl"], "data, neutral: go with fit"),
+    "neutral alone": (["--neutral", "n.txt"], "data, neutral: go with fit"),
+    "labels alone": (["--labels", "a"], "labels, label_column: go with data"),
+    "files and a column": (
+        ["--fit", "--base", "b", "--data", "c", "d", "--label-column", "x"], "give one file with label_column"
+    ),
+    "too few labels": (["--fit", "--base", "b", "--data", "c", "d", "--labels", "x"], "2 files; give a name for each"),
+    "equal labels": (["--fit", "--base", "b", "--data", "x/a.jsonl", "y/a.jsonl"], "two adapters have the same name"),
+    "no such file": (["--fit", "--base", "b", "--data", "nowhere.jsonl"], "nowhere.jsonl': no such file"),
+    "no such column": (["--fit", "--base", "{base}", "--data", "{d}", "--label-column", "x"], "label_column='x'"),
+    "no such label": (
+        ["--fit", "--base", "{base}", "--data", "{d}", "--label-column", "of", "--labels", "x"],
+        "labels='x': must be one of a, b, which --data has",
+    ),
+    "named base": (["--fit", "--base", "{base}", "--data", "{d}", "--labels", "base"], "'base' is the name of"),
+    "tokens": (["--fit", "--base", "{base}", "--data", "{ids}"], "needs messages, prompt and completion, or text"),
+    "no such base": (["--fit", "--base", "nowhere", "--data", "{d}"], "base='nowhere'"),
+    "no neutral": (["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "nowhere"], "nowhere: no such file"),
+    "messages that are none": (["--fit", "--base", "{base}", "--data", "{none}"], "must be a message with role"),
+    "port": (["--port", "70000"], "port=70000: must be at most 65535"),
+    "names": (["--names", "[1]"], "names=[1]: must be a mapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_options_and_data_that_cannot_be(gate, tmp_path, capsys, case):
+    places = {
+        "base": gate.base,
+        "d": write(tmp_path / "d.jsonl", [{"text": "x", "of": "a"}, {"text": "y", "of": "b"}]),
+        "ids": write(tmp_path / "ids.jsonl", [{"input_ids": [1, 2]}]),
+        "none": write(tmp_path / "none.jsonl", [{"messages": [1]}]),
+    }
+    arguments, message = BAD[case]
+    line = ends([*(each.format(**places) for each in arguments), "--gate", str(tmp_path / "gate")], capsys)
+    assert message in line and not (tmp_path / "gate").exists()

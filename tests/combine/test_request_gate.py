@@ -1,0 +1,306 @@
+"""
+`RequestGate` against plain loops: what it reads of a request and what it does not, the regression, adapters that come
+and go, and files.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft import RequestGate
+from moe_peft.combine.request_gate import FILE, RequestReader, neutral_requests, request_text, ridge
+from moe_peft.utils.messages import InputError
+from tests.helpers.bad_input import cut, text, without
+from tests.helpers.chat_model import save_chat_model
+from tests.helpers.gate_case import LETTERS, NEUTRAL, TEXTS, requests, save_base
+from tests.helpers.models import assert_close_to_scale
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("gate") / "base")
+
+
+@pytest.fixture(scope="module")
+def gate(base):
+    return RequestGate.fit(base, TEXTS, NEUTRAL, chat=True)
+
+
+# --- the regression --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(5, 3, 9), (40, 11, 25)], ids=["fewer rows than features", "more rows"])
+def test_ridge_solves_the_weighted_normal_equations(counts):
+    generator, layers, d, penalty = torch.Generator().manual_seed(0), 3, 24, 0.1
+    classes = [torch.randn(n, layers, d, generator=generator) + i for i, n in enumerate(counts)]
+    found = ridge(classes, penalty)
+    assert found.dtype == torch.float64 and found.shape == (layers, len(counts), d)
+    mean = sum(counts) / len(counts)
+    for layer in range(layers):
+        left, right = penalty * torch.eye(d).double(), torch.zeros(d, len(counts)).double()
+        for c, x in enumerate(classes):
+            for row in x[:, layer].double():
+                left += mean / len(x) * row[:, None] * row[None, :]
+                right[:, c] += mean / len(x) * row
+        torch.testing.assert_close(found[layer], (left.inverse() @ right).T, rtol=1e-9, atol=1e-9)
+
+
+def test_a_class_counts_the_same_with_more_rows():
+    generator = torch.Generator().manual_seed(0)
+    few, many = (torch.randn(n, 2, 16, generator=generator) for n in (6, 10))
+    expected = ridge([few, many], 0.1)
+    torch.testing.assert_close(ridge([few.repeat(5, 1, 1), many], 0.1 * (30 + 10) / (6 + 10)), expected)
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+def of_one(model, tokenizer, whole: str, part: slice) -> torch.Tensor:
+    """The mean of what the first two FFNs read at the tokens of a part of a text, by itself."""
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    counted = [part.start <= a and b <= part.stop and a < b for a, b in encoded["offset_mapping"]]
+    seen = []
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for layer in model.model.layers[:2]
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([encoded["input_ids"]]))
+    for handle in handles:
+        handle.remove()
+    means = []
+    for x in seen:
+        rows = [row for row, counts in zip(x, counted, strict=True) if counts]
+        means.append(sum(rows) / len(rows))
+    return torch.stack(means)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_vectors_are_means_over_the_requests_own_tokens(base, chat):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
+    gate = RequestGate(model, RequestReader(tokenizer, chat, "Be brief."), {})
+    texts = ["What is 3 + 4?", "a", "assistant", "user", "  Sort a list, in a language with many words.\n", "äöü → 3"]
+    expected = []
+    for each in map(str.strip, texts):
+        before = "<|system|>Be brief.<|end|><|user|>" if chat else ""
+        whole = f"{before}{each}<|end|><|assistant|>" if chat else f"{each}\n"
+        expected.append(of_one(model, tokenizer, whole, slice(len(before), len(before) + len(each))))
+    for batch_size in (1, 4, 16):
+        assert_close_to_scale(gate.read(texts, batch_size), torch.stack(expected))
+
+
+def test_a_long_request_is_read_up_to_max_length(base):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
+    gate = RequestGate(model, RequestReader(tokenizer, False, max_length=8), {})
+    assert_close_to_scale(gate.read(["01234567" + "89" * 500]), gate.read(["01234567abc"]))
+
+
+@pytest.mark.parametrize("words", [1, 5000])
+def test_system_prompts_answers_and_earlier_turns_are_not_read(gate, words):
+    asked = [[{"role": "user", "content": each}] for each in ("0x1x2", "{x}", "axexi")]
+    earlier = [{"role": "user", "content": "first " * words}, {"role": "assistant", "content": "an answer"}]
+    after = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "content": "a result"}]
+    longer = [[{"role": "system", "content": "word " * words}, *earlier, *chat, *after] for chat in asked]
+    assert torch.equal(gate.scores(longer), gate.scores(asked))
+
+
+def test_parts_of_a_message_are_its_texts():
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    parts = [
+        {"type": "text", "text": "What is"},
+        image,
+        {"type": "text", "text": "this?"},
+        {"type": "text", "text": None},
+    ]
+    assert request_text([{"role": "user", "content": parts}]) == "What is\nthis?"
+    for chat in ([{"role": "user", "content": None}], [{"role": "user"}], [{"role": "system", "content": "x"}], []):
+        assert request_text(chat) == ""
+
+
+def test_an_empty_request_has_scores_and_leaves_others_theirs(gate):
+    scores = gate.scores(["", "0x1x2", "  "])
+    assert scores.isfinite().all() and torch.equal(scores[0], scores[2])
+    assert_close_to_scale(scores[1:2], gate.scores(["0x1x2"]))
+
+
+class Slow:
+    """A tokenizer in Python, which knows no offsets."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.apply_chat_template = tokenizer, tokenizer.apply_chat_template
+
+    def __call__(self, text, return_offsets_mapping, **options):
+        assert not return_offsets_mapping
+        return self.tokenizer(text, **options)
+
+
+def test_without_offsets_all_tokens_count(base, gate):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    slow = RequestGate.fit(gate.model, TEXTS, NEUTRAL, tokenizer=Slow(tokenizer), chat=True)
+    whole = "<|user|>0x1x2<|end|><|assistant|>"
+    expected = of_one(AutoModelForCausalLM.from_pretrained(base).eval(), tokenizer, whole, slice(0, len(whole)))
+    assert_close_to_scale(slow.read(["0x1x2"])[0], expected)
+    assert slow.pick(["0x1x2x3", "{x}x("]) == ["math", "code"]
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_new_requests_go_to_their_adapters_and_others_to_the_base(base, chat):
+    gate = RequestGate.fit(base, TEXTS, NEUTRAL, chat=chat)
+    assert gate.names == [*TEXTS]
+    for name in (*TEXTS, "neutral"):
+        expected = None if name == "neutral" else name
+        assert gate.pick(requests(name, 20, seed=1)).count(expected) >= 18
+    forced = RequestGate.fit(base, TEXTS, [], chat=chat)
+    assert None not in forced.pick(requests("neutral", 20, seed=1))
+
+
+def test_whether_requests_are_chats_follows_from_those_given(base):
+    chats = {name: [[{"role": "user", "content": each}] for each in of_name] for name, of_name in TEXTS.items()}
+    of_chats, of_texts = RequestGate.fit(base, chats, NEUTRAL), RequestGate.fit(base, TEXTS, NEUTRAL)
+    assert (of_chats.reader.chat, of_texts.reader.chat) == (True, False)
+    assert torch.equal(of_chats.weight, RequestGate.fit(base, TEXTS, NEUTRAL, chat=True).weight)
+
+
+def test_ours_are_the_neutral_requests_by_default(base):
+    assert len(RequestGate.fit(base, {"math": TEXTS["math"]}).vectors["base"]) == len(neutral_requests()) > 100
+
+
+def test_the_first_layers_choose_as_the_whole_model_does(base, gate):
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    whole = RequestGate.fit(model, TEXTS, NEUTRAL, tokenizer=AutoTokenizer.from_pretrained(base), chat=True)
+    assert len(gate.model.model.layers) == len(whole.modules) == 2
+    assert torch.equal(whole.scores(TEXTS["math"]), gate.scores(TEXTS["math"]))
+
+
+def test_nothing_is_left_of_an_adapter_that_is_taken_out(base, gate):
+    never = RequestGate.fit(base, {name: TEXTS[name] for name in ("math", "prose")}, NEUTRAL, chat=True)
+    without_code = gate.without_adapter("code")
+    assert without_code.names == never.names and torch.equal(without_code.weight, never.weight)
+    back = without_code.with_adapter("code", TEXTS["code"])
+    assert back.names == ["math", "prose", "code"] and [*back.vectors][-1] == "base"
+    order = [[*back.vectors].index(name) for name in gate.vectors]
+    torch.testing.assert_close(back.weight[:, order], gate.weight)
+    assert gate.names == [*TEXTS]  # which is as it was
+    with pytest.raises(InputError, match="adapter='law': must be one of math, code, prose"):
+        gate.without_adapter("law")
+
+
+def test_an_adapter_of_the_same_name_replaces(base, gate):
+    new = requests("code", 9, seed=2)
+    expected = RequestGate.fit(base, {**TEXTS, "code": new}, NEUTRAL, chat=True)
+    replaced = gate.with_adapter("code", new)
+    assert replaced.names == gate.names and torch.equal(replaced.weight, expected.weight)
+
+
+def test_adapters_on_the_model_are_not_used(base, gate):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    expected = RequestGate(model, gate.reader, {}).read(["0x1"])
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    assert torch.equal(RequestGate(get_peft_model(model, config), gate.reader, {}).read(["0x1"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"base": ["x"]}, "'base' is the name of the choice of no adapter"), ({"math": []}, "'math' has none")],
+)
+def test_requests_that_cannot_be(base, given, message):
+    with pytest.raises(InputError, match=message):
+        RequestGate.fit(base, given, NEUTRAL)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_gate_is_the_same(base, gate, tmp_path):
+    made = RequestGate.fit(base, TEXTS, NEUTRAL, chat=True, system="Be brief.", max_length=9)
+    made.save_pretrained(tmp_path / "new" / "folder")
+    loaded = RequestGate.from_pretrained(tmp_path / "new" / "folder")
+    asked = [requests(name, 3, seed=1)[0] for name in LETTERS]
+    assert torch.equal(loaded.scores(asked), made.scores(asked)) and loaded.names == made.names
+    reader = loaded.reader
+    assert (reader.chat, reader.system, reader.max_length, loaded.base) == (True, "Be brief.", 9, str(base))
+    # On a base that moved, and on a model in memory.
+    gate.save_pretrained(tmp_path)
+    (tmp_path / "moved").symlink_to(base)
+    for where in (str(tmp_path / "moved"), AutoModelForCausalLM.from_pretrained(base).eval()):
+        again = RequestGate.from_pretrained(tmp_path, where, tokenizer=AutoTokenizer.from_pretrained(base))
+        assert torch.equal(again.scores(asked), gate.scores(asked))
+
+
+def changed(**values):
+    """Another description; of the value `...` without that key."""
+
+    def damage(folder) -> None:
+        content = (folder / FILE).read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["request_gate"])
+        about = {key: value for key, value in {**about, **values}.items() if value is not ...}
+        save_file(load_file(folder / FILE), folder / FILE, metadata={"request_gate": json.dumps(about)})
+
+    return damage
+
+
+BAD = {
+    "no file": (without(FILE), "has no request_gate.safetensors; make it with moe-peft mix"),
+    "empty": (text(FILE, ""), "cannot be read"),
+    "cut off": (cut(FILE), "cannot be read"),
+    "noise": (text(FILE, bytes(range(256)) * 8), "cannot be read"),
+    "of another kind": (lambda folder: save_file({"x": torch.ones(2)}, folder / FILE), "cannot be read: KeyError"),
+    "no names": (changed(names=...), "cannot be read: KeyError: 'names'"),
+    "names a number": (changed(names=3), "cannot be read: TypeError"),
+    "more names": (changed(names=["math", "code", "prose", "base", "law"]), "cannot be read"),
+    "nothing": (changed(names=[]), "has no texts"),
+    "no penalty": (changed(penalty=...), "cannot be read: KeyError: 'penalty'"),
+    "penalty of 0": (changed(penalty=0), "settings that cannot be"),
+    "penalty NaN": (changed(penalty=float("nan")), "settings that cannot be"),
+    "length a text": (changed(max_length="long"), "cannot be read: invalid literal"),
+    "length of 0": (changed(max_length=0), "settings that cannot be"),
+    "base gone": (changed(base="nowhere"), "base='nowhere'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_damaged_and_foreign_files_end_with_one_line(gate, tmp_path, case):
+    damage, message = BAD[case]
+    gate.save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(InputError, match=message) as error:
+        RequestGate.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "message"),
+    [
+        (torch.full((3, 2, 64), torch.nan), "is not of this base"),
+        (torch.zeros(3, 2, 32), "is not of this base, which has 64 features in 2 layers that decide"),
+        (torch.zeros(3, 3, 64), "is not of this base"),
+        (torch.zeros(64), "is not of this base"),
+        (torch.zeros(0, 2, 64), "has no texts"),
+    ],
+)
+def test_vectors_of_another_base(gate, tmp_path, vectors, message):
+    damaged = RequestGate(gate.model, gate.reader, gate.vectors, gate.base)
+    damaged.vectors = {**gate.vectors, "code": vectors}
+    damaged.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=message):
+        RequestGate.from_pretrained(tmp_path)
+
+
+def test_a_damaged_base_ends_with_one_line(base, tmp_path):
+    save_chat_model(tmp_path / "base")
+    cut("model.safetensors")(tmp_path / "base")
+    with pytest.raises(InputError, match=r"base='.*'"):
+        RequestGate.fit(tmp_path / "base", TEXTS, NEUTRAL)

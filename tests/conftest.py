@@ -17,6 +17,7 @@ import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tests.helpers.templates  # noqa: F401
+from tests.helpers import close
 from tests.helpers.models import tiny_llama
 from tests.helpers.words import word_tokenizer
 
@@ -25,6 +26,13 @@ def pytest_runtest_setup() -> None:
     """Trainers collect garbage many times; without this, all modules would be looked through each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if close.LOG and Path(close.LOG).exists():
+        terminalreporter.section("largest error by comparison: share of the tolerance, tolerance, test")
+        for place, (ratio, tolerance, test) in close.worst().items():
+            terminalreporter.line(f"{ratio:8.4f} {tolerance:9.2e}  {place}  {test}")
 
 
 @pytest.fixture

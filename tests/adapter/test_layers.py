@@ -22,12 +22,10 @@ from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gathe
 from moe_peft.adapter.dispatch_choice import choose_method
 from moe_peft.adapter.ffn_layout import find_layout
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
+from tests.helpers.close import assert_near
 from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import (
-    EXACT,
     FFNS,
-    HALF,
-    SINGLE,
     D,
     F,
     GatedFFN,
@@ -40,7 +38,7 @@ from tests.helpers.expert_layers import (
     tensors,
 )
 from tests.helpers.models import tiny_llama
-from tests.helpers.reference import assert_close, assert_same, chosen_experts, merged_weight, reference, run
+from tests.helpers.reference import assert_same, chosen_experts, merged_weight, reference, run
 
 every_ffn = pytest.mark.parametrize("kind", FFNS)
 
@@ -68,7 +66,7 @@ def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k
     layer = ffn_layer(kind, torch.float64, **settings)
     x, d_output = tensors(5, dtype=torch.float64)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_experts_on_some_projections_are_the_loops_in_float64(part, mixed, metho
     assert sorted(layer.moe_lora_A["default"]) == sorted(projections)
     x, d_output = tensors(5, dtype=torch.float64)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_ffn_output_and_gradients_are_the_loops_in_float32(kind, normalize_top_k
     layer = ffn_layer(kind, num_experts=n, top_k=k, r=r, mixing=mixing, normalize_top_k=normalize_top_k)
     x, d_output = tensors(8)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize("subset", ["down", "gate", "gate+up"])
@@ -121,14 +119,14 @@ def test_experts_on_some_projections_are_the_loops_with_sorted_pairs(subset, mix
     )
     x, d_output = tensors(8)
     with pin_dispatch("sorted"):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @mixings
 def test_the_float32_router_of_a_float64_layer_costs_only_its_own_rounding(mixing):
     layer = ffn_layer(mixing=mixing).double()
     x, d_output = tensors(6, dtype=torch.float64)
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output), 1e-6)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @mixings
@@ -136,8 +134,8 @@ def test_rslora_scales_by_alpha_over_the_root_of_r(mixing):
     x, d_output = tensors(6, dtype=torch.float64)
     layer = ffn_layer(dtype=torch.float64, mixing=mixing, use_rslora=True, lora_alpha=6, r=4)
     same = ffn_layer(dtype=torch.float64, mixing=mixing, lora_alpha=12, r=4)
-    assert_same(run(layer, x, d_output), run(same, x, d_output), EXACT)
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
+    assert_same(run(layer, x, d_output), run(same, x, d_output))
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @mixings
@@ -149,7 +147,7 @@ def test_without_gradients_the_output_is_the_same(mixing, method):
         with torch.no_grad():
             output = layer(x)
         assert not output.requires_grad
-        assert_close(output, run(layer, x, d_output).output, 1e-6)
+        assert_near(output, run(layer, x, d_output).output)
 
 
 @pytest.mark.parametrize("tokens, n, r", [(2, 4, 4), (2, 16, 12), (96, 4, 4), (96, 5, 3), (96, 16, 12)])
@@ -158,7 +156,7 @@ def test_without_gradients_the_output_is_the_same(mixing, method):
 def test_the_method_chosen_by_itself_is_right(tokens, n, r, k, mixing):
     layer = ffn_layer("gated_bias", num_experts=n, top_k=k, r=r, mixing=mixing, normalize_top_k=False)
     x, d_output = tensors(tokens)
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 # --- the methods among each other -------------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def test_all_methods_agree_forward_and_backward(mixing, load, n, k, r):
         with pin_dispatch(method):
             outcomes.append(run(layer, x, d_output))
     for outcome in outcomes[1:]:
-        assert_same(outcome, outcomes[0], 2e-6)
+        assert_same(outcome, outcomes[0])
     for expert in set(range(n)) - set(pairs):
         for name, gradient in outcomes[0].gradients.items():
             if "moe_lora_A" in name or "moe_lora_B" in name:
@@ -204,7 +202,7 @@ def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
     x = steer(layer, x, {3: 50.0})
     assert chosen_experts(layer, x) == [[3]] * 8
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +218,7 @@ def test_any_number_of_tokens_trains(mixing, size, method):
     layer = ffn_layer(num_experts=2 if k < 3 else 4, top_k=k, mixing=mixing)
     x, d_output = tensors(tokens)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize("n, r", [(4, 8), (16, 8), (16, 12)])
@@ -232,7 +230,7 @@ def test_ffns_of_any_width_train(width, n, r):
     layer = MoELoraFFN(ffn, find_layout(ffn), "default")
     add_adapter(layer, num_experts=n, r=r)
     x, d_output = tensors(40)
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
@@ -241,7 +239,7 @@ def test_linears_of_any_width_train(out, n, r):
     # As a classifier's head or a vocabulary of 50257: rows of B that are not a multiple of 16 bytes.
     layer = linear_layer(out, num_experts=n, r=r)
     x, d_output = tensors(160, out=out)
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 # Compute capability → GPUs. torch has a kernel for grouped products on two generations; on all others it would wait.
@@ -349,11 +347,11 @@ def test_mixing_outputs_equals_a_mixtral_block_of_the_merged_experts(tokens, n, 
             block.experts.down_proj[i] = down
     x, d_output = tensors(1, tokens)
     ours, native = run(layer, x, d_output), run(block, x, d_output)
-    assert_close(ours.output, native.output, 1e-5)
+    assert_near(ours.output, native.output)
     router = ours.gradients["moe_lora_router.default.weight"]
     if k > 1:
-        assert_close(ours.gradients["x"], native.gradients["x"], 1e-5)
-        assert_close(router, native.gradients["gate.weight"], 1e-5)
+        assert_near(ours.gradients["x"], native.gradients["x"])
+        assert_near(router, native.gradients["gate.weight"])
     else:  # Mixtral divides the only gate by itself, and its router learns nothing; ours is straight-through
         assert router.norm() > 1e3 * native.gradients["gate.weight"].norm()
 
@@ -370,11 +368,11 @@ def test_a_linear_with_one_expert_equals_peft_lora():
     x, d_output = tensors(3, 7, out=20)
     ours, peft = run(layer, x, d_output), run(plain, x, d_output)
     assert not layer.moe_lora_router
-    assert_close(ours.output, peft.output, 1e-6)
-    assert_close(ours.gradients["x"], peft.gradients["x"], 1e-6)
+    assert_near(ours.output, peft.output)
+    assert_near(ours.gradients["x"], peft.gradients["x"])
     A, B = (f"moe_lora_{part}.default.weight" for part in "AB")
-    assert_close(ours.gradients[A][0], peft.gradients["lora_A.default.weight"], 1e-6)
-    assert_close(ours.gradients[B][0], peft.gradients["lora_B.default.weight"].T, 1e-6)
+    assert_near(ours.gradients[A][0], peft.gradients["lora_A.default.weight"])
+    assert_near(ours.gradients[B][0], peft.gradients["lora_B.default.weight"].T)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +387,7 @@ def test_a_linear_with_experts_mixes_their_updates_whatever_the_mixing(mixing, n
     layer = linear_layer(20, num_experts=n, top_k=k, r=r, mixing=mixing, normalize_top_k=normalize_top_k)
     x, d_output = tensors(8, out=20)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 # --- several adapters, and how often the base runs --------------------------------------------------------------------
@@ -420,7 +418,7 @@ def test_updates_of_two_active_adapters_add_up(first, second, method):
     layer = two_adapters(first, second)
     x, d_output = tensors(6, dtype=torch.float64)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output, ("default", "second")), EXACT)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output, ("default", "second")))
 
 
 def test_two_active_adapters_of_one_expert_are_two_active_loras():
@@ -431,7 +429,7 @@ def test_two_active_adapters_of_one_expert_are_two_active_loras():
         for name in A:
             getattr(merged, name).weight.data += layer.moe_lora_spec[adapter].scaling * B[name][0].T @ A[name][0]
     x, _ = tensors(6, dtype=torch.float64)
-    assert_close(layer(x), merged(x), EXACT)
+    assert_near(layer(x), merged(x))
 
 
 def test_two_active_adapters_that_mix_outputs_are_refused_by_name():
@@ -445,7 +443,7 @@ def test_two_active_adapters_add_with_sorted_pairs(first, second):
     layer = two_adapters(first, second, torch.float32)
     x, d_output = tensors(8)
     with pin_dispatch("sorted"):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output, ("default", "second")), SINGLE)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output, ("default", "second")))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -531,10 +529,10 @@ def test_hooks_of_the_bases_backward_and_selective_checkpoints_are_borne(mixing,
     seen = []
     for linear in [module for module in layer.base_layer.modules() if isinstance(module, nn.Linear)]:
         linear.register_full_backward_hook(lambda module, d_input, d_output: seen.append(module))
-    assert_same(run(layer, x, d_output), expected, EXACT)
+    assert_same(run(layer, x, d_output), expected)
     assert seen
     forward, layer.forward = layer.forward, checkpointed
-    assert_same(run(layer, x, d_output), expected, EXACT)
+    assert_same(run(layer, x, d_output), expected)
 
 
 @pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
@@ -548,7 +546,7 @@ def test_an_input_without_gradient_leaves_the_experts_theirs(mixing, method):
         layer(x).backward(d_output)
     for name, parameter in layer.named_parameters():
         if parameter.requires_grad:
-            assert_close(parameter.grad, expected[name], 1e-6, name)
+            assert_near(parameter.grad, expected[name], name)
 
 
 @pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
@@ -564,7 +562,7 @@ def test_a_graph_that_is_kept_runs_backward_twice(mixing, method):
         output.backward(d_output)
     for name, parameter in layer.named_parameters():
         if parameter.requires_grad:
-            assert_close(parameter.grad, 2 * expected[name], 1e-6, name)
+            assert_near(parameter.grad, 2 * expected[name], name)
 
 
 def test_disabled_adapters_leave_the_base():
@@ -610,7 +608,7 @@ def masks_by_projection(
 def test_training_with_dropout_has_the_gradients_of_the_loops_with_the_same_masks(
     kind, n, k, mixing, method, compiling, monkeypatch
 ):
-    dtype, tolerance = (torch.float32, SINGLE) if method == "sorted" else (torch.float64, EXACT)
+    dtype = torch.float32 if method == "sorted" else torch.float64
     layer = ffn_layer(kind, dtype, num_experts=n, top_k=k, mixing=mixing, lora_dropout=0.4).train()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     x, d_output = tensors(8, dtype=dtype)
@@ -619,7 +617,7 @@ def test_training_with_dropout_has_the_gradients_of_the_loops_with_the_same_mask
     masks = masks_by_projection(layer, x, dropout.masks, method)
     values = {round(value, 6) for mask in masks.values() for value in mask.unique().tolist()}
     assert values == {0.0, round(1 / 0.6, 6)}
-    assert_same(actual, reference(layer, x, d_output, masks=masks), tolerance)
+    assert_same(actual, reference(layer, x, d_output, masks=masks))
 
 
 @every_ffn
@@ -631,7 +629,7 @@ def test_what_torch_compile_traces_computes_the_loops(kind, k, method, monkeypat
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x, d_output = tensors(6, dtype=torch.float64)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @mixings
@@ -639,7 +637,7 @@ def test_dropout_of_the_config_acts_in_training_only_and_by_the_seed(mixing):
     layer = ffn_layer(mixing=mixing, lora_dropout=0.5)
     x, d_output = tensors(8)
     plain = reference(layer, x, d_output)
-    assert_same(run(layer.eval(), x, d_output), plain, SINGLE)
+    assert_same(run(layer.eval(), x, d_output), plain)
     layer.train()
     outputs = []
     for seed in (0, 0, 1):
@@ -677,8 +675,8 @@ def test_bfloat16_base_with_float32_experts_is_close_to_float64(kind, mixing, k,
     assert actual.output.dtype == torch.bfloat16
     assert {actual.gradients[name].dtype for name in actual.gradients if "moe_lora_" in name} == {torch.float32}
     assert logits[0].dtype == torch.float32
-    assert_close(logits[0], exact_logits(layer, x), 1e-6)
-    assert_same(actual, reference(layer, x, d_output), HALF)
+    assert_near(logits[0], exact_logits(layer, x))
+    assert_same(actual, reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize("tokens", [4, 96])
@@ -691,8 +689,8 @@ def test_bfloat16_autocast_keeps_the_router_in_float32(mixing, tokens):
         actual = run(layer, x, d_output)
     assert actual.output.dtype == torch.bfloat16
     assert logits[0].dtype == torch.float32
-    assert_close(logits[0], exact_logits(layer, x), 1e-6)
-    assert_same(actual, reference(layer, x, d_output), HALF)
+    assert_near(logits[0], exact_logits(layer, x))
+    assert_same(actual, reference(layer, x, d_output))
 
 
 class ReturningLinear(nn.Linear):
@@ -717,7 +715,7 @@ def test_autocast_over_linears_that_give_back_their_inputs_dtype(mixing, tokens,
         base_dtype = layer.base_layer(x).dtype
         actual = run(layer, x, d_output)
     assert actual.output.dtype == base_dtype
-    assert_same(actual, reference(layer, x, d_output), HALF)
+    assert_same(actual, reference(layer, x, d_output), torch.bfloat16)
 
 
 def test_peft_keeps_experts_and_routers_of_a_bfloat16_model_in_float32():
@@ -726,7 +724,7 @@ def test_peft_keeps_experts_and_routers_of_a_bfloat16_model_in_float32():
     layer = next(module for module in model.modules() if isinstance(module, MoELoraFFN))
     generator = torch.Generator().manual_seed(1)
     x, d_output = (torch.randn(6, 64, generator=generator).to(torch.bfloat16) for _ in range(2))
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output), HALF)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -747,8 +745,8 @@ def test_leading_dimensions_are_kept_and_mean_nothing(mixing, shape):
         shaped.output = shaped.output.view(12, D)
         shaped.gradients["x"] = shaped.gradients["x"].view(12, D)
         for name, gradient in flat.gradients.items():
-            assert_close(shaped.gradients[name], gradient, 1e-6, name)
-        assert_close(shaped.output, flat.output, 1e-6)
+            assert_near(shaped.gradients[name], gradient, name)
+        assert_near(shaped.output, flat.output)
 
 
 def test_an_input_that_is_not_contiguous_is_taken():
@@ -764,8 +762,9 @@ def test_an_input_that_is_not_contiguous_is_taken():
 def test_one_token_is_the_loop_though_most_experts_get_none(mixing, method, n, r):
     x, d_output = tensors(1, 1)
     for layer in layers_of_both_types(mixing=mixing, num_experts=n, r=r):
-        with pin_dispatch(method):
-            assert_same(run(layer, x, d_output), reference(layer, x, d_output), 1e-4)
+        expected = reference(layer, x, d_output)
+        with pin_dispatch(method):  # the router's gradient is a difference of the experts'
+            assert_same(run(layer, x, d_output), expected, scale=expected.gradients["x"])
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])

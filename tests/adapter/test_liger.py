@@ -16,6 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, MoESFTTrainer
 from tests.fakes import liger as stand_in
+from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import rows
 
@@ -55,15 +56,13 @@ def test_the_ffn_is_ours_the_rest_is_ligers_and_the_balancing_loss_counts_once(o
         apply(model.get_base_model())
     output, gradients = step(model)
     assert output.logits is None and isinstance(output, stand_in.LigerCausalLMOutputWithPast)
-    torch.testing.assert_close(output.loss, want.loss)
-    torch.testing.assert_close(output.aux_loss, want.aux_loss)
+    assert_near(output.loss, want.loss)
+    assert_near(output.aux_loss, want.aux_loss)
     logits = adapt(tiny_llama(hidden=32), mixing).eval()(input_ids=IDS).logits
     plain = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-    torch.testing.assert_close(output.loss, plain + 0.5 * output.aux_loss)
+    assert_near(output.loss, plain + 0.5 * output.aux_loss)
     for name, gradient in want_gradients.items():
-        torch.testing.assert_close(
-            gradients[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name} {m}"
-        )
+        assert_near(gradients[name], gradient, name)
     for layer in model.get_base_model().model.layers:
         assert "forward" not in layer.mlp.__dict__ and repr(layer.mlp).startswith("MoELoraFFN")
         assert layer.input_layernorm.forward.__func__ is stand_in.rms_norm
@@ -90,7 +89,7 @@ def test_blocks_of_ligers_classes_are_known_layouts(block, act, apply):
             gate, up = ffn.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = ffn.gate_proj(x), ffn.up_proj(x)
-        torch.testing.assert_close(layer.mlp(x), ffn.down_proj(act(gate) * up))
+        assert_near(layer.mlp(x), ffn.down_proj(act(gate) * up))
 
 
 def test_a_block_of_ligers_that_no_layout_describes_is_refused(apply):
@@ -141,11 +140,11 @@ def test_use_liger_kernel_trains_as_without(trainer_class, apply, tokenizer, tmp
 
     (plain, want), (fused, got) = train(False), train(True)
     for one, other in zip(plain, fused, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["loss"] == near(other["loss"])
         assert ("aux_loss" in one) == (trainer_class is not Trainer)
-        assert one.get("aux_loss", 0) == pytest.approx(other.get("aux_loss", 0), rel=1e-5)
+        assert one.get("aux_loss", 0) == near(other.get("aux_loss", 0))
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name} {m}")
+        assert_near(got[name], value, name)
 
 
 REAL = """

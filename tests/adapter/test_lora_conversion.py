@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
-from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.close import assert_near
+from tests.helpers.models import tiny_llama
 from tests.helpers.warm import run_module
 
 FFN = ["gate_proj", "up_proj", "down_proj"]
@@ -58,7 +59,7 @@ def test_each_expert_alone_gives_its_loras_logits(mixing: str):
         for name, module in moe.named_modules():
             if name.endswith("moe_lora_router.default"):
                 force_expert(module, i)
-        assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
+        assert_near(moe(IDS).logits, source(IDS).logits)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -73,7 +74,7 @@ def test_scalings_of_half_precision_adapters_are_folded_in_float32(first: int, t
     moe = lora_to_moe(tiny_llama(), order, top_k=1).eval()
     for i, folder in enumerate(order):
         with torch.no_grad(), force_experts(moe, i):
-            assert_close_to_scale(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
+            assert_near(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
 
 
 def test_a_lora_on_the_head_is_an_expert_beside_the_head_that_peft_saves(tmp_path):
@@ -85,7 +86,7 @@ def test_a_lora_on_the_head_is_an_expert_beside_the_head_that_peft_saves(tmp_pat
     moe = lora_to_moe(tiny_llama(), folders, top_k=1).eval()
     for i, folder in enumerate(folders):
         with torch.no_grad(), force_experts(moe, i):
-            assert_close_to_scale(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
+            assert_near(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
     with pytest.raises(ValueError, match=r"lm_head.weight is not the base's"):
         lora_to_moe(tiny_llama(seed=5), folders)
 
@@ -113,7 +114,7 @@ torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logit
 """
     (tmp_path / "plain.py").write_text(script)
     assert run_module("plain", cwd=tmp_path).returncode == 0
-    assert_close_to_scale(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits)
+    assert_near(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits)
 
 
 def test_the_revision_of_the_base_goes_with_it():
@@ -133,7 +134,7 @@ def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
         assert config.r == 6
         got = get_peft_model(tiny_llama(), config).eval()
         load(got, state)
-        assert_close_to_scale(got(IDS).logits, source(IDS).logits)
+        assert_near(got(IDS).logits, source(IDS).logits)
 
 
 def test_a_module_saved_whole_is_part_of_every_experts_lora(tmp_path):
@@ -146,7 +147,7 @@ def test_a_module_saved_whole_is_part_of_every_experts_lora(tmp_path):
     got = PeftModel.from_pretrained(tiny_llama(), tmp_path / "lora").eval()
     with force_experts(moe, torch.tensor([1])):
         expected = moe(IDS).logits
-    assert_close_to_scale(got(IDS).logits, expected)
+    assert_near(got(IDS).logits, expected)
     assert (got(IDS).logits - tiny_llama().eval()(IDS).logits).abs().max() > 0.1
 
 
@@ -164,7 +165,7 @@ def test_adapters_on_other_modules_become_experts_there_and_zero_experts_elsewhe
         config, state = expert_to_lora(moe, i)
         got = get_peft_model(tiny_llama(), config).eval()
         load(got, state)
-        assert_close_to_scale(got(IDS).logits, source(IDS).logits)
+        assert_near(got(IDS).logits, source(IDS).logits)
 
 
 def test_single_expert_modules_are_part_of_every_expert():
@@ -198,7 +199,7 @@ def test_patterns_of_loras_are_taken_up(use_rslora: bool):
     moe = lora_to_moe(tiny_llama(), sources).eval()
     for i, source in enumerate(sources):
         with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
-            assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
+            assert_near(moe(IDS).logits, source(IDS).logits)
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
@@ -225,7 +226,7 @@ def test_patterns_of_a_moe_are_those_of_its_loras(use_rslora: bool):
         got = get_peft_model(tiny_llama(), out).eval()
         load(got, state)
         with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
-            assert_close_to_scale(moe(IDS).logits, got(IDS).logits)
+            assert_near(moe(IDS).logits, got(IDS).logits)
 
 
 def test_target_modules_name_what_the_expert_has_and_nothing_else():
@@ -315,7 +316,7 @@ def test_attention_can_be_one_lora_that_is_the_exact_mean():
         layer = moe.get_base_model().get_submodule(path)
         (A,), (B,) = (m["weight"].double() for m in layer.expert_parameters("default"))
         update = layer.moe_lora_spec["default"].scaling * (B.T @ A)
-        torch.testing.assert_close(update, mean_update(sources, path), rtol=1e-6, atol=1e-7)
+        assert_near(update, mean_update(sources, path))
 
 
 def test_the_mean_is_pefts_and_its_scaling_is_exact(tmp_path):
@@ -333,9 +334,7 @@ def test_the_mean_is_pefts_and_its_scaling_is_exact(tmp_path):
         assert A.shape[0] == 16
         expected = theirs.lora_B["mean"].weight.double() @ theirs.lora_A["mean"].weight.double()
         scaling = ours.moe_lora_spec["default"].scaling
-        torch.testing.assert_close(
-            scaling * (B.double().T @ A.double()), theirs.scaling["mean"] * expected, rtol=1e-6, atol=1e-7
-        )
+        assert_near(scaling * (B.double().T @ A.double()), theirs.scaling["mean"] * expected)
         for i, source in enumerate(attention):  # the adapters' own numbers, to the bit
             layer = source.get_base_model().get_submodule(path)
             assert torch.equal(A[4 * i : 4 * i + 4], layer.lora_A["default"].weight)

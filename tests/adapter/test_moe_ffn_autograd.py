@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_peft.adapter.ffn_layout import FFNLayout
 from moe_peft.adapter.moe_ffn_autograd import PairInputs, mixed_hidden
+from tests.helpers.close import assert_near
 from tests.helpers.dispatches import make_dispatch
 
 T, N, R, F, SCALING = 11, 5, 4, 6, 0.7
@@ -77,10 +78,10 @@ class Case:
 
     def compare(self, actual, wanted):
         z, low = actual
-        close(z, wanted[0])
+        assert_near(z, wanted[0])
         assert (low is None) == (wanted[1] is None) == (self.A is None)
         for ours, theirs in zip(low or [], wanted[1] or [], strict=True):
-            close(ours, theirs)
+            assert_near(ours, theirs)
 
     def loss(self, actual):
         z, low = actual
@@ -93,11 +94,7 @@ class Case:
         leaves = self.leaves()
         ours, theirs = (torch.autograd.grad(self.loss(one), leaves, retain_graph=True) for one in losses)
         for one, other in zip(ours, theirs, strict=True):
-            close(one, other)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+            assert_near(one, other)
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -135,7 +132,7 @@ def test_only_one_of_the_tensors_is_trained():
             leaf.requires_grad_(i == trained)
         losses = [case.loss(one) for one in (case.ours(), case.by_hand())]
         ours, theirs = (torch.autograd.grad(one, leaves[trained], retain_graph=True) for one in losses)
-        close(ours[0], theirs[0])
+        assert_near(ours[0], theirs[0])
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -146,11 +143,11 @@ def test_dropout_is_on_the_input_of_the_down_experts_alone(k):
     exact = case.ours()
     torch.manual_seed(0)
     dropped = case.ours(dropout=0.25)
-    close(dropped[0], exact[0])
+    assert_near(dropped[0], exact[0])
     masks = [(ours / theirs).detach() for ours, theirs in zip(dropped[1], exact[1], strict=True)]
     values = torch.cat([mask.flatten() for mask in masks])
     kept = values != 0
-    close(values[kept], torch.full_like(values[kept], 1 / 0.75))
+    assert_near(values[kept], torch.full_like(values[kept], 1 / 0.75))
     assert abs(kept.double().mean() - 0.75) < 0.1
     case.A = matrices
     torch.manual_seed(0)
@@ -160,9 +157,9 @@ def test_dropout_is_on_the_input_of_the_down_experts_alone(k):
     case.A = whole
     with torch.no_grad():
         actual = case.ours(dropout=0.25)
-    close(actual[0], exact[0])
+    assert_near(actual[0], exact[0])
     values = torch.cat([(a / b).flatten() for a, b in zip(actual[1], exact[1], strict=True)])
-    close(values[values != 0], torch.full_like(values[values != 0], 1 / 0.75))
+    assert_near(values[values != 0], torch.full_like(values[values != 0], 1 / 0.75))
     assert abs((values != 0).double().mean() - 0.75) < 0.1
 
 

@@ -216,7 +216,7 @@ def test_gradients_are_those_on_the_base_that_the_quantized_weights_stand_for(
     models = [adapted(base, kind).train() for base in (quantized, full)]
     ids = IDS.to(device)
     losses = [model(input_ids=ids, labels=ids).loss for model in models]
-    error = quantizer.training[device]
+    error = quantizer.training[device]  # of another kind than rounding: on GPUs kernels quantize activations, too
     torch.testing.assert_close(losses[0], losses[1], rtol=error, atol=0)
     for loss in losses:
         loss.backward()
@@ -236,6 +236,7 @@ def test_adapter_trained_on_a_quantized_base_loads_there_and_on_a_full_precision
     model.save_pretrained(tmp_path)
 
     again = PeftModel.from_pretrained(load(folder, device, quantizer), tmp_path)
+    # Exactly, but on a GPU kernels may sum in another order.
     torch.testing.assert_close(train_logits(again), expected, rtol=0, atol=0 if device == "cpu" else 1e-4)
 
     base = load(folder, device)
@@ -285,7 +286,7 @@ def test_unload_gives_the_quantized_base_back(quantizer: Quantizer, device: str,
     assert not torch.equal(train_logits(model), expected)
     assert model.unload() is base
     assert quantized_linears(base) == linears  # the very modules
-    torch.testing.assert_close(train_logits(base), expected, rtol=0, atol=0 if device == "cpu" else 1e-4)
+    torch.testing.assert_close(train_logits(base), expected, rtol=0, atol=0 if device == "cpu" else 1e-4)  # as above
 
 
 @pytest.mark.parametrize("kind", KINDS)

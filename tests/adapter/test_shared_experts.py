@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, pin_dispatch, prune_experts
 from moe_peft.models.model_size import model_size
 from moe_peft.native import export_adapter
+from tests.helpers.close import assert_near
 from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import (
-    EXACT,
     RecordedDropout,
     add_adapter,
     ffn_layer,
@@ -42,7 +42,7 @@ def test_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mi
     assert {tuple(A.shape[:2]) for A in layer.shared_parameters("default")[0].values()} == {(1, m * 3)}
     x, d_output = tensors(2, 5, dtype=torch.float64)
     with pin_dispatch(method):
-        assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
 @mixings
@@ -54,16 +54,16 @@ def test_a_part_of_the_projections_and_other_active_adapters(mixing):
     layer.set_adapter(["default", "other", "single"])
     layer.requires_grad_(True)
     x, d_output = tensors(6, dtype=torch.float64)
-    assert_same(run(layer, x, d_output), reference(layer, x, d_output, ["default", "other", "single"]), EXACT)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output, ["default", "other", "single"]))
 
 
 def test_a_single_linear_without_gradients():
     layer = linear_layer(num_experts=4, num_shared_experts=1).double()
     x, d_output = tensors(9, dtype=torch.float64)
     expected = reference(layer, x, d_output)
-    assert_same(run(layer, x, d_output), expected, EXACT)
+    assert_same(run(layer, x, d_output), expected)
     with torch.no_grad():
-        torch.testing.assert_close(layer(x), expected.output, rtol=0, atol=1e-10)
+        assert_near(layer(x), expected.output)
 
 
 def test_dropout_has_a_mask_of_its_own():
@@ -76,7 +76,7 @@ def test_dropout_has_a_mask_of_its_own():
     shared = layer.moe_lora_spec["default"].scaling * (x * shared_mask) @ A.T @ B
     routed = linear_layer(num_experts=4).double()
     routed.load_state_dict({n: w for n, w in layer.state_dict().items() if "shared" not in n})
-    torch.testing.assert_close(y, reference(routed, x, d_output, masks={"weight": mask}).output + shared)
+    assert_near(y, reference(routed, x, d_output, masks={"weight": mask}).output + shared)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_export_computes_what_the_adapter_computes(kind, settings, tmp_path)
     name = saved(dense_model(kind), tmp_path / "base")
     model = adapter(dense_model(kind), tmp_path / "adapter", name, **{"num_shared_experts": 1, **settings})
     export_adapter(tmp_path / "adapter", tmp_path / "moe")
-    torch.testing.assert_close(logits(tmp_path / "moe"), logits(model), rtol=0, atol=1e-4)
+    assert_near(logits(tmp_path / "moe"), logits(model))
     again = PeftModel.from_pretrained(dense_model(kind), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_an_expert_and_the_shared_ones_are_a_lora(use_rslora, tmp_path):
     expert_to_lora(model, 3, tmp_path / "lora")
     lora = PeftModel.from_pretrained(dense_model("llama"), tmp_path / "lora")
     with force_experts(model, torch.tensor([3, 3, 3])):
-        torch.testing.assert_close(logits(lora), logits(model), rtol=0, atol=1e-4)
+        assert_near(logits(lora), logits(model))
 
 
 def test_pruning_keeps_them_and_the_size_counts_them_for_every_token(tmp_path):
@@ -135,7 +135,7 @@ def test_the_model_is_the_base_at_first():
     model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=4, num_shared_experts=1, task_type="CAUSAL_LM"))
     ids = torch.arange(3, 13).unsqueeze(0)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(input_ids=ids).logits, tiny_llama().eval()(input_ids=ids).logits)
+        assert_near(model.eval()(input_ids=ids).logits, tiny_llama().eval()(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("settings", [{"expert_type": "bottleneck"}, {"num_experts": 1, "top_k": 1}], ids=str)

@@ -16,7 +16,8 @@ from trl.trainer.utils import add_fused_lm_head
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.native import export_adapter
-from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.close import assert_near
+from tests.helpers.models import tiny_llama
 
 TOKENS = [7, 120, 30]
 OTHERS = [i for i in range(128) if i not in TOKENS]
@@ -104,7 +105,7 @@ def test_the_head_that_trl_fuses_with_the_loss_gives_the_same_gradients(tied):
         model(input_ids=IDS, labels=IDS, **fused).loss.backward()
         delta = model.get_base_model().get_input_embeddings().token_adapter.trainable_tokens_delta
         gradients.append(delta["default"].grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+    assert_near(gradients[1], gradients[0])
     assert gradients[0].abs().amax(1).min() > 1e-4
 
 
@@ -201,7 +202,7 @@ def test_a_pretrained_model_with_tied_embeddings_from_training_to_export(tmp_pat
         torch.testing.assert_close(loaded(**batch).logits, expected, rtol=0, atol=0)
         del model, loaded
         native = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / "moe"))
-        assert_close_to_scale(native(**batch).logits, expected, 1e-4)
+        assert_near(native(**batch).logits, expected)
     change = native.get_input_embeddings().weight != AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
     assert sorted(change.any(1).nonzero().flatten().tolist()) == sorted(tokens)
 
@@ -217,7 +218,7 @@ def test_loras_that_have_the_same_rows_become_experts_that_compute_the_same(tied
     model = lora_to_moe(base(tied), [tmp_path / "0", sources[1]]).eval()
     for i, source in enumerate(sources):
         with force_experts(model, i):
-            assert_close_to_scale(logits(model), logits(source))
+            assert_near(logits(model), logits(source))
         _, state = expert_to_lora(model, i, tmp_path / f"lora{i}")
         torch.testing.assert_close(state[ROWS], rows(source), rtol=0, atol=0)
         again = PeftModel.from_pretrained(base(tied), tmp_path / f"lora{i}").eval()
@@ -231,7 +232,7 @@ def test_experts_share_the_rows_that_one_has_and_the_mean_of_those_that_differ(c
         model = lora_to_moe(base(False), sources)
     weight = model.get_base_model().get_input_embeddings().weight
     expected = torch.stack([a[0], (a[1] + b[1]) / 2, b[0]])
-    torch.testing.assert_close(weight[[7, 8, 9]], expected)
+    assert_near(weight[[7, 8, 9]], expected)
     head = sources[1].get_base_model().lm_head.weight
     torch.testing.assert_close(model.get_base_model().lm_head.weight, head, rtol=0, atol=0)
     assert [r.message for r in caplog.records if "different rows for the tokens [8]" in r.message]

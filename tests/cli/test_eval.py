@@ -23,6 +23,7 @@ from moe_peft.evaluation.results import as_markdown
 from moe_peft.models.introspection import base_model
 from moe_peft.native import export_adapter, load_routers
 from tests.helpers.chat_model import save_chat_model
+from tests.helpers.close import assert_near, near
 from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
 from tests.helpers.warm import programs
 
@@ -71,8 +72,8 @@ def plain(model, folder: Path, tasks: str = TASKS, **own) -> dict:
 def assert_same(found: dict, wanted: dict) -> None:
     assert found.keys() == wanted.keys()
     for key, (value, stderr) in wanted.items():
-        assert found[key][0] == pytest.approx(value, rel=1e-5), key
-        assert found[key][1] == (None if stderr is None else pytest.approx(stderr, rel=1e-4)), key
+        assert found[key][0] == near(value), key
+        assert found[key][1] == (None if stderr is None else near(stderr)), key
 
 
 def adapter_of(folder: Path):
@@ -441,9 +442,7 @@ def test_figure_shows_what_is_better_and_worse_than_the_model_within_a_task(tmp_
     monkeypatch.setattr(Axes, "imshow", lambda self, x, **own: drawn.append(x) or original(self, x, **own))
     values = {"model": [0.5, 20.0, 1.0], "expert 0": [0.25, 10.0, 1.0], "expert 1": [0.75, 30.0, 1.0]}
     plot_expert_scores(values, ["a", "b", "c"], [True, False, None], tmp_path / "x.svg")
-    torch.testing.assert_close(
-        torch.tensor(drawn[0]), torch.tensor([[0, 0, 0], [1, -1, 0], [-1, 1, 0]], dtype=torch.float64)
-    )
+    assert_near(torch.tensor(drawn[0]), torch.tensor([[0, 0, 0], [1, -1, 0], [-1, 1, 0]], dtype=torch.float64))
     assert "0.75" in (tmp_path / "x.svg").read_text()
 
 
@@ -502,9 +501,9 @@ def test_plain_lm_eval_loads_an_adapter_and_agrees(folder, tmp_path):
     (file,) = tmp_path.glob("plain*.json")
     results = json.loads(file.read_text())["results"]
     for (task, metric), (value, stderr) in ours["model"].items():
-        assert results[task][f"{metric},none"] == pytest.approx(value, rel=1e-6)
+        assert results[task][f"{metric},none"] == near(value)
         if stderr is not None:
-            assert results[task][f"{metric}_stderr,none"] == pytest.approx(stderr, rel=1e-6)
+            assert results[task][f"{metric}_stderr,none"] == near(stderr)
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
@@ -529,7 +528,7 @@ def test_from_the_command_line(tmp_path):
     )
     found = {(score["task"], score["metric"]): score["value"] for score in export["model"]}
     wanted = {(score["task"], score["metric"]): score["value"] for score in adapter["model"]}
-    assert len(found) == 6 and found == pytest.approx(wanted, rel=1e-5)
+    assert len(found) == 6 and found == near(wanted)
     bits = {scores[-1]["value"] for scores in (adapter["model"], adapter["base"], adapter["expert 0"])}
     assert len(bits) == 3 and all(score["metric"] in ("acc", "bits_per_byte") for score in adapter["model"])
 

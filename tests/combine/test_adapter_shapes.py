@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from moe_peft import force_experts, lora_to_moe
 from moe_peft.combine.mix import mix
+from tests.helpers.close import assert_near
 from tests.helpers.mix_case import FFN, make_case, settings
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import SIZE
@@ -119,7 +120,7 @@ def test_adapters_of_real_shapes_become_experts_that_compute_the_same(name, case
     with torch.no_grad(), force_experts(model, 0):
         output = model(ids).logits
         expected = PeftModel.from_pretrained(tiny_llama(vocab=128), folder).eval()(ids).logits
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert_near(output, expected)
 
 
 @pytest.mark.parametrize("name", BAD)

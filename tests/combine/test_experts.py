@@ -19,6 +19,7 @@ from moe_peft import MoELoraConfig, force_experts, lora_to_moe, prune_experts
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.held_out import alone
 from moe_peft.combine.mix import mix
+from tests.helpers.close import assert_near
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
 from tests.helpers.models import tiny_llama, tiny_opt
 
@@ -95,7 +96,7 @@ def test_biases_and_shared_experts_are_those_of_the_mixture(case, tmp_path):
         with torch.no_grad(), force_experts(model, torch.tensor([i])):
             output = model(ids).logits
             with nullcontext() if expected is alone else force_experts(expected, torch.tensor([i])):
-                torch.testing.assert_close(output, expected(ids).logits, rtol=1e-4, atol=1e-5)
+                assert_near(output, expected(ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +168,10 @@ def test_an_expert_takes_its_own_part_of_the_mean(replace, case, tmp_path):
     ids = torch.arange(3, 27).view(2, 12)
     for i in range(len(last)):
         with torch.no_grad(), force_experts(model, i), force_experts(expected, i):
-            torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+            assert_near(model(ids).logits, expected(ids).logits)
         adapter = PeftModel.from_pretrained(base(), last[i]).eval()
         with torch.no_grad(), alone(model, i):
-            torch.testing.assert_close(model(ids).logits, adapter(ids).logits, rtol=1e-4, atol=1e-5)
+            assert_near(model(ids).logits, adapter(ids).logits)
 
 
 def test_an_expert_on_attention_does_not_join_a_mixture_of_ffns(case, tmp_path):
@@ -193,7 +194,7 @@ def test_an_expert_joins_where_the_ffns_are_linears_and_attention_is_the_mean(tm
     ids = torch.arange(3, 27).view(2, 12)
     for i in range(3):
         with torch.no_grad(), force_experts(model, i), force_experts(expected, i):
-            torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+            assert_near(model(ids).logits, expected(ids).logits)
 
 
 def test_the_rows_of_tokens_stay_as_the_others_have_them(case, tmp_path):
@@ -212,7 +213,7 @@ def test_the_rows_of_tokens_stay_as_the_others_have_them(case, tmp_path):
         adapter = case / "d" if name == "d" else tmp_path / name
         model = put_expert(base(), tmp_path / "mixed", adapter)
         difference = model.get_base_model().get_input_embeddings().weight - embeddings
-        torch.testing.assert_close(difference[[5, 50, 60]], torch.tensor(moved)[:, None].expand(3, 64))
+        assert_near(difference[[5, 50, 60]], torch.tensor(moved)[:, None].expand(3, 64))
         assert difference.abs().amax(1).gt(0).sum() == sum(value != 0 for value in moved), name
 
 

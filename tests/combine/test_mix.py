@@ -25,6 +25,7 @@ from moe_peft.native.folders import DenseFolder, open_folder
 from moe_peft.native.upcycle import mean_model
 from moe_peft.training.preparation import calibration_batches
 from moe_peft.training.scoring import Answers
+from tests.helpers.close import assert_near, near
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 
 TEST = rows()[:12]  # of test.jsonl
@@ -54,7 +55,7 @@ def base(case):
 
 
 def close(measured, reference):
-    assert measured == pytest.approx(reference, rel=2e-5)
+    assert measured == near(reference)
 
 
 def plain(case, *names):
@@ -109,7 +110,7 @@ def test_adapters_that_trained_the_same_tokens_are_themselves_alone(case, tmp_pa
     ids = torch.tensor([[5, 9, 50, 12, 60]])
     native = export_adapter(tmp_path / "out", tmp_path / "native")
     exported = AutoModelForCausalLM.from_pretrained(native).eval()(ids).logits
-    torch.testing.assert_close(exported, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert_near(exported, model(ids).logits)
 
 
 def test_the_folder_is_the_mixture(case, mixed, tokenizer):
@@ -123,7 +124,7 @@ def test_the_folder_is_the_mixture(case, mixed, tokenizer):
             for logits in model(ids, output_router_logits=True).router_logits:
                 hits += torch.bincount(logits.argmax(-1), minlength=3)
                 count += len(logits)
-        assert shares == pytest.approx((hits / count).tolist())
+        assert shares == near((hits / count).tolist())
         assert shares[DOMAINS.index(domain)] == max(shares)
     card = (out / "README.md").read_text()
     assert "`moe-peft mix`" in card and "`ridge`" in card
@@ -188,7 +189,7 @@ def test_prompts_in_place_of_data(case, tmp_path, tokenizer):
     init_gates(expected, "prompts", batches)
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         if "moe_lora_router" in name:
-            torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
+            assert_near(parameter, other)
 
 
 def test_arrow_needs_no_data(case, tmp_path):
@@ -468,7 +469,7 @@ def test_general_requests_go_to_the_base(case, tmp_path, tokenizer):
     with force_experts(model, "base"), torch.no_grad():
         assert torch.equal(model(ids).logits, base(case)(ids).logits)
     moe = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "out", tmp_path / "moe")).eval()
-    torch.testing.assert_close(moe(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert_near(moe(ids).logits, model(ids).logits)
     assert expert_names(moe) == [*DOMAINS, "base"]
 
 
@@ -481,4 +482,4 @@ def test_an_adapter_that_is_always_on(case, tmp_path, tokenizer):
         both = plain(case, name, "d")
         both.base_model.set_adapter([name, "d"])
         with force_experts(model, name), torch.no_grad():
-            torch.testing.assert_close(model(ids).logits, both(ids).logits, rtol=1e-4, atol=1e-5)
+            assert_near(model(ids).logits, both(ids).logits)

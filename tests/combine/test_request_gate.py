@@ -18,8 +18,8 @@ from moe_peft.combine.request_gate import FILE, RequestReader, neutral_requests,
 from moe_peft.utils.messages import InputError
 from tests.helpers.bad_input import cut, text, without
 from tests.helpers.chat_model import save_chat_model
+from tests.helpers.close import assert_near
 from tests.helpers.gate_case import LETTERS, NEUTRAL, TEXTS, requests, save_base
-from tests.helpers.models import assert_close_to_scale
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_ridge_solves_the_weighted_normal_equations(counts):
             for row in x[:, layer].double():
                 left += mean / len(x) * row[:, None] * row[None, :]
                 right[:, c] += mean / len(x) * row
-        torch.testing.assert_close(found[layer], (left.inverse() @ right).T, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[layer], (left.inverse() @ right).T, rtol=1e-9, atol=1e-9)  # as conditioned
 
 
 def test_a_class_counts_the_same_with_more_rows():
@@ -91,13 +91,13 @@ def test_vectors_are_means_over_the_requests_own_tokens(base, chat):
         whole = f"{before}{each}<|end|><|assistant|>" if chat else f"{each}\n"
         expected.append(of_one(model, tokenizer, whole, slice(len(before), len(before) + len(each))))
     for batch_size in (1, 4, 16):
-        assert_close_to_scale(gate.read(texts, batch_size), torch.stack(expected))
+        assert_near(gate.read(texts, batch_size), torch.stack(expected))
 
 
 def test_a_long_request_is_read_up_to_max_length(base):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
     gate = RequestGate(model, RequestReader(tokenizer, False, max_length=8), {})
-    assert_close_to_scale(gate.read(["01234567" + "89" * 500]), gate.read(["01234567abc"]))
+    assert_near(gate.read(["01234567" + "89" * 500]), gate.read(["01234567abc"]))
 
 
 @pytest.mark.parametrize("words", [1, 5000])
@@ -125,7 +125,7 @@ def test_parts_of_a_message_are_its_texts():
 def test_an_empty_request_has_scores_and_leaves_others_theirs(gate):
     scores = gate.scores(["", "0x1x2", "  "])
     assert scores.isfinite().all() and torch.equal(scores[0], scores[2])
-    assert_close_to_scale(scores[1:2], gate.scores(["0x1x2"]))
+    assert_near(scores[1:2], gate.scores(["0x1x2"]))
 
 
 class Slow:
@@ -146,7 +146,7 @@ def test_without_offsets_all_tokens_count(base, gate):
     slow = RequestGate.fit(gate.model, TEXTS, NEUTRAL, tokenizer=Slow(tokenizer), chat=True)
     whole = "<|user|>0x1x2<|end|><|assistant|>"
     expected = of_one(AutoModelForCausalLM.from_pretrained(base).eval(), tokenizer, whole, slice(0, len(whole)))
-    assert_close_to_scale(slow.read(["0x1x2"])[0], expected)
+    assert_near(slow.read(["0x1x2"])[0], expected)
     assert slow.pick(["0x1x2x3", "{x}x("]) == ["math", "code"]
 
 

@@ -1,4 +1,4 @@
-"""Tiny models built from configs, and how close two results must be."""
+"""Tiny models built from configs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ def tiny_llama(layers: int = 2, hidden: int = 64, vocab: int = 128, seed: int = 
         **kwargs,
     )
     return LlamaForCausalLM(config)
-
-
-def assert_close_to_scale(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """
-    Equal up to `tolerance` times the largest expected value, or times 1 if that is larger. Rounding errors of a model's
-    logits grow with the largest of them, and not every processor sums in the same order.
-    """
-    scale = max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
 
 
 def tiny_opt() -> OPTForCausalLM:

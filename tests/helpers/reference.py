@@ -16,6 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from moe_peft.routing import RouterSettings
+from tests.helpers.close import assert_near
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,25 +98,16 @@ def routed(
     return torch.stack([loop._router_logits(token) for token in x]), loop.gates
 
 
-def assert_same(actual: Outcome, expected: Outcome, tolerance: float) -> None:
-    """Output and every gradient agree, each within `tolerance` of the largest value that was expected in it."""
+def assert_same(
+    actual: Outcome, expected: Outcome, dtype: torch.dtype | None = None, scale: torch.Tensor | float = 0.0
+) -> None:
+    """Output and every gradient agree; `dtype` and `scale` of the gradients are those of `assert_near`."""
     trained = {name for name in expected.gradients if "moe_lora_" in name}
     assert trained | {"x"} <= actual.gradients.keys(), "an adapter parameter is not trained"
-    assert_close(actual.output, expected.output, tolerance, "output")
+    dtype = dtype or actual.output.dtype
+    assert_near(actual.output, expected.output, "output", dtype=dtype)
     for name, gradient in actual.gradients.items():
-        assert_close(gradient, expected.gradients[name], tolerance, f"gradient of {name}")
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str = "tensor") -> None:
-    """Whole tensors agree within `tolerance` of the largest expected value (of 1e-3, where all are smaller)."""
-    scale = max(expected.detach().abs().max().item(), 1e-3) if expected.numel() else 1.0
-    torch.testing.assert_close(
-        actual.detach().double(),
-        expected.detach().double(),
-        rtol=0,
-        atol=tolerance * scale,
-        msg=lambda message: f"{what}: {message}",
-    )
+        assert_near(gradient, expected.gradients[name], f"gradient of {name}", dtype=dtype, scale=scale)
 
 
 def _by_name(leaves: Tensors, gradients: Sequence[torch.Tensor | None]) -> Tensors:

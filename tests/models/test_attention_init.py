@@ -25,6 +25,7 @@ from moe_peft.routing.attention_heads import attention_weights, group_heads, sha
 from moe_peft.routing.routers import RouterSettings, make_router
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.attention_case import BATCHES, IDS, mean_keys
+from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import NATIVE, gates_of
 
@@ -104,7 +105,7 @@ def test_scores_are_those_of_the_paper(m, n, mixture):
     per_key = torch.stack([torch.stack([(R @ x) @ k / width**0.5 for R in routers]) for k in K])
     per_key = per_key.sum(1) if mixture == "sum" else per_key.amax(1)
     expected = per_key.view(n, -1).amax(1)
-    torch.testing.assert_close(router(x).squeeze(0), expected, rtol=1e-12, atol=1e-12)
+    assert_near(router(x).squeeze(0), expected)
 
 
 # --- keys that several groups of heads have -------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def test_a_shared_key_is_divided_by_what_matters_to_each_groups_queries():
     last = torch.tensor([0.0, -2.0, 0.0, 4.0, 0.5])  # its gains of 8 and 8, and the odd entry, where it gains more
     scale = key.norm()
     expected = torch.stack([first / first.norm() * scale, other, last / last.norm() * scale])
-    torch.testing.assert_close(actual, expected)
+    assert_near(actual, expected)
 
 
 @pytest.mark.parametrize("width", [6, 7, 8])
@@ -143,7 +144,7 @@ def test_a_shared_key_is_dealt_out_by_gain(width, seed):
         torch.stack([key[c] if owner[c] == row else torch.tensor(0.0) for c in range(width)]) for row in range(3)
     ])  # fmt: skip
     expected *= key.norm() / expected.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(share_keys(key.expand(3, -1), mean_queries), expected)
+    assert_near(share_keys(key.expand(3, -1), mean_queries), expected)
 
 
 def test_keys_are_twins_by_their_own_size():
@@ -159,7 +160,7 @@ def test_twins_may_come_last_and_have_as_many_entries_as_there_are_of_them():
     queries = torch.tensor([[9.0, 9.0], [2.0, 1.0], [1.0, 1.0]])
     # Gains 6 and 4 of the first twin, 3 and 4 of the second: the first takes entry 0, and the second has the other.
     expected = torch.stack([other, torch.tensor([5.0, 0.0]), torch.tensor([0.0, 5.0])])
-    torch.testing.assert_close(share_keys(torch.stack([other, key, key]), queries), expected)
+    assert_near(share_keys(torch.stack([other, key, key]), queries), expected)
 
 
 @pytest.mark.parametrize("m, n", [(8, 8), (16, 16), (32, 32), (32, 16), (4, 8)])
@@ -177,7 +178,7 @@ def test_shared_keys_become_orthogonal_parts_of_the_key_and_others_stay(m, n):
     unit = torch.nn.functional.normalize(key, dim=1)
     cosine = (unit @ unit.T).masked_fill(torch.eye(len(unit), dtype=torch.bool), 0)
     assert cosine[same].abs().max() < 1e-12
-    torch.testing.assert_close(key.norm(dim=1), whole.norm(dim=1))
+    assert_near(key.norm(dim=1), whole.norm(dim=1))
     alone = same.sum(1) == 1
     assert bool(alone.all()) == (max(m, n) <= key_heads)
     torch.testing.assert_close(key[alone], whole[alone], rtol=0, atol=0)
@@ -251,10 +252,8 @@ def test_adapter_gets_its_layers_heads(settings):
         query, key = attention_weights(attention.q_proj.weight.detach(), *means, 16, m, n)
         router = layer.router("default")
         own = router.query if mixture == "max" else router.mean_query * m
-        torch.testing.assert_close(
-            own.data, query if mixture == "max" else query.sum(0, keepdim=True), rtol=1e-5, atol=1e-6
-        )
-        torch.testing.assert_close(router.key.data, key, rtol=1e-4, atol=1e-5)
+        assert_near(own.data, query if mixture == "max" else query.sum(0, keepdim=True))
+        assert_near(router.key.data, key)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -277,14 +276,12 @@ def test_a_linear_gate_gets_what_the_attention_router_folds_into():
     init_attention_routers(attention, BATCHES)
     init_attention_routers(linear, iter(BATCHES))
     for a, b in zip(ffns(attention), ffns(linear), strict=True):
-        torch.testing.assert_close(
-            b.router("default").weight.double(), a.router("default").fold(), rtol=1e-5, atol=1e-6
-        )
+        assert_near(b.router("default").weight, a.router("default").fold())
         b.moe_lora_A.load_state_dict(a.moe_lora_A.state_dict())
         b.moe_lora_B.load_state_dict(a.moe_lora_B.state_dict())
-    torch.testing.assert_close(linear(input_ids=IDS).logits, attention(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert_near(linear(input_ids=IDS).logits, attention(input_ids=IDS).logits)
     fold_routers(attention)
-    torch.testing.assert_close(linear(input_ids=IDS).logits, attention(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert_near(linear(input_ids=IDS).logits, attention(input_ids=IDS).logits)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -317,7 +314,7 @@ def test_native_gates_are_initialized_trained_and_folded_back(kind, tmp_path):
     for gate, layer, mean in zip(gates_of(model), model.model.layers, means, strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 8, 2, 6)
         expected = key[:, 0].double() @ query.sum(0).double() / 16**0.5
-        torch.testing.assert_close(gate.fold(), expected, rtol=1e-4, atol=1e-6)
+        assert_near(gate.fold(), expected, dtype=torch.float32)
     before = [gate.fold() for gate in gates_of(model)]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(3):
@@ -332,10 +329,10 @@ def test_native_gates_are_initialized_trained_and_folded_back(kind, tmp_path):
     assert sorted(model.state_dict()) == sorted(names)
     torch.testing.assert_close([gate.weight.data for gate in gates_of(model)], after, rtol=0, atol=0)
     assert all(gate.weight.requires_grad for gate in gates_of(model))
-    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-5)
+    assert_near(model(input_ids=IDS).logits, logits)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-5)
+    assert_near(again(input_ids=IDS).logits, logits)
 
 
 def test_a_copy_is_folded_and_the_original_goes_on(tmp_path):
@@ -345,11 +342,11 @@ def test_a_copy_is_folded_and_the_original_goes_on(tmp_path):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=0, atol=0)
         fold_routers(other)
-        torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+        assert_near(other(input_ids=IDS).logits, expected)
         torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)
     model.save_pretrained(tmp_path)  # not folded: who knows nothing of queries and keys reads the right model
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6)
+    assert_near(again(input_ids=IDS).logits, expected)
     fold_routers(model)
 
 
@@ -372,7 +369,7 @@ def test_folding_leaves_modes_freezing_and_other_adapters_alone():
     model.eval()
     expected = model(input_ids=IDS).logits
     fold_routers(model, "default")
-    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert_near(model(input_ids=IDS).logits, expected)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 and all("lora_router.default.weight" in name for name in trained)
     assert config.router_type == "attention" and model.peft_config["other"].router_type == "attention"

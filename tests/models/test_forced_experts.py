@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from moe_peft import force_experts, lora_to_moe
-from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.close import assert_near
+from tests.helpers.models import tiny_llama
 
 N, R = 4, 3
 FFN = ["gate_proj", "up_proj", "down_proj"]
@@ -43,7 +44,7 @@ def test_a_row_forced_to_an_expert_gives_the_logits_of_plain_lora(mixing, loras)
     for row, expert in enumerate(experts):
         plain = PeftModel.from_pretrained(tiny_llama(), loras[expert]).eval()
         with torch.no_grad():
-            assert_close_to_scale(forced[row], plain(input_ids=ids[row : row + 1]).logits[0])
+            assert_near(forced[row], plain(input_ids=ids[row : row + 1]).logits[0])
     with torch.no_grad():  # and it is over after the block
         assert not torch.allclose(model(input_ids=ids).logits, forced, atol=1e-3)
 
@@ -55,9 +56,9 @@ def test_forcing_per_token_and_restoring(loras):
         by_row = model(input_ids=ids).logits
         with force_experts(model, torch.tensor([0])):
             pass
-        torch.testing.assert_close(model(input_ids=ids).logits, by_row)
+        assert_near(model(input_ids=ids).logits, by_row)
         with force_experts(model, torch.tensor([1] * 5 + [3] * 5)):
-            torch.testing.assert_close(model(input_ids=ids).logits, by_row)
+            assert_near(model(input_ids=ids).logits, by_row)
     with pytest.raises(ValueError, match="every layer has 0 to 3"), force_experts(model, torch.tensor([4])):
         pass
     with pytest.raises(ValueError, match="has no router"), force_experts(tiny_llama(), torch.tensor([0])):

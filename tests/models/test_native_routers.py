@@ -28,8 +28,9 @@ from moe_peft.routing import ROUTERS, RouterSettings
 from moe_peft.routing.attention_heads import attention_weights
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.attention_case import BATCHES, IDS, mean_keys
+from tests.helpers.close import assert_near, near
 from tests.helpers.native_case import dense_model, saved
-from tests.helpers.reference import assert_close, routed
+from tests.helpers.reference import routed
 from tests.helpers.routed_models import COMMON, gates_of, sizes_of
 
 N, K = 4, 2
@@ -115,7 +116,7 @@ def test_routing_by_token_ids(tmp_path):
     loaded = MixtralForCausalLM.from_pretrained(tmp_path)
     load_routers(loaded, tmp_path)
     with torch.no_grad():
-        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, logits)
+        assert_near(loaded.eval()(input_ids=ids).logits, logits)
         with pytest.raises(ValueError, match="no input_ids for 18 hidden states; call the model itself with"):
             loaded(inputs_embeds=torch.zeros(2, 9, loaded.config.hidden_size))
         with pytest.raises(ValueError, match="it routes by token ids, and a linear gate sees hidden states"):
@@ -154,11 +155,11 @@ def test_block_and_its_gradients_are_the_loops(kind, family):
         rows.append(row)
     expected = torch.stack(rows)
     wanted = torch.autograd.grad(expected, list(leaves.values()), d_output, allow_unused=True)
-    assert_close(output, expected, 1e-12, "output")
+    assert_near(output, expected, "output")
     for name, found, right in zip(own, gradients, wanted, strict=True):
         assert (found is None) == (right is None), name
         if found is not None:
-            assert_close(found, right, 1e-11, f"gradient of {name}")
+            assert_near(found, right, f"gradient of {name}")
     assert {name for name, g in zip(own, gradients, strict=True) if g is not None} >= {"x"}
 
 
@@ -174,11 +175,11 @@ def test_a_gate_returns_what_the_familys_own_returns(family):
         x = torch.randn(9, 32)
         for found, expected in zip(gate(x), old(x), strict=True):
             assert found.shape == expected.shape and found.dtype == expected.dtype
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            assert_near(found, expected)
     ours, theirs = (m(input_ids=IDS, labels=IDS, output_router_logits=True) for m in (other, model))
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours.router_logits, theirs.router_logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours.aux_loss, theirs.aux_loss)
+    assert_near(ours.logits, theirs.logits)
+    assert_near(ours.router_logits, theirs.router_logits)
+    assert_near(ours.aux_loss, theirs.aux_loss)
 
 
 def test_half_precision_and_autocast_route_like_float32():
@@ -205,7 +206,7 @@ def test_switch_drops_tokens_over_the_capacity_in_training_alone():
         taken[expert] += 1
         kept = taken[expert] <= math.ceil(10 / N)
         assert experts[token].tolist() == [expert]
-        assert float(gates[token]) == (pytest.approx(float(logits[token].softmax(0)[expert])) if kept else 0)
+        assert float(gates[token]) == (near(float(logits[token].softmax(0)[expert])) if kept else 0)
     assert max(taken) > math.ceil(10 / N)
     assert bool((gate.eval()(x)[1] > 0).all())
 
@@ -235,12 +236,13 @@ def test_routers_in_place_get_the_layers_heads(kind):
     for gate, layer, mean in zip(gates_of(model), model.model.layers, means, strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 8, m, N)
         own = gate.moe_router
-        close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
         if kind == "linear":
-            close(own.weight.data, key[:, 0] @ query.sum(0) / (32 / m) ** 0.5)
+            assert_near(own.weight.data, key[:, 0] @ query.sum(0) / (32 / m) ** 0.5)
             continue
-        close(own.key.data, key)
-        close(own.query.data if "max" in kind else own.mean_query.data[0] * m, query if "max" in kind else query.sum(0))
+        assert_near(own.key.data, key)
+        assert_near(
+            own.query.data if "max" in kind else own.mean_query.data[0] * m, query if "max" in kind else query.sum(0)
+        )
 
 
 def test_more_heads_than_experts_need_no_settings():
@@ -262,8 +264,8 @@ def test_keys_of_the_dense_model_do_not_depend_on_the_experts(init, tmp_path):
     means = mean_keys(dense)
     for gate, layer, mean in zip(gates_of(model), dense.model.layers, means, strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 16, 8, 4)
-        torch.testing.assert_close(gate.moe_router.query.data, query, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(gate.moe_router.key.data, key, rtol=1e-4, atol=1e-5)
+        assert_near(gate.moe_router.query.data, query)
+        assert_near(gate.moe_router.key.data, key)
     replace_routers(own, RouterSettings("attention", num_heads=8, mixture="max"))
     init_attention_routers(own, BATCHES)
     pairs = list(zip(gates_of(own), gates_of(model), strict=True))
@@ -318,7 +320,7 @@ def test_a_saved_model_is_loaded_with_its_routers(kind, family, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     load_routers(again, tmp_path)
-    torch.testing.assert_close(again.eval()(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert_near(again.eval()(input_ids=IDS).logits, expected)
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -395,15 +397,15 @@ def test_what_folds_saves_to_a_stock_checkpoint(kind, family, tmp_path):
         return
     model.save_pretrained(tmp_path / "unfolded")  # the stock gate's weight goes with it
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "unfolded").eval()
-    torch.testing.assert_close(stock(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_near(stock(input_ids=IDS).logits, expected)
     fold_routers(model)
     assert sorted(model.state_dict()) == sorted(names)
     assert not hasattr(model.config, CONFIG_FIELD)
-    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_near(model(input_ids=IDS).logits, expected)
     model.save_pretrained(tmp_path / "folded")
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    torch.testing.assert_close(stock.eval()(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_near(stock.eval()(input_ids=IDS).logits, expected)
 
 
 @pytest.mark.parametrize("kind, reason", [
@@ -448,11 +450,11 @@ def test_a_second_replacement_goes_back_to_the_stock_gates_rule(family, normaliz
     replace_routers(other, "linear", **own)
     for gate, old in zip(gates_of(other), gates_of(model), strict=True):
         gate.moe_router.weight.data = old.weight.data.clone()
-    torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert_near(other(input_ids=IDS).logits, model(input_ids=IDS).logits)
     fold_routers(other)
     before, after = (m.config.to_dict() for m in (model, other))
     assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} <= SAVING_SETS
-    torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert_near(other(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_frozen_gates_give_frozen_routers():
@@ -469,7 +471,7 @@ def test_steering_reaches_them():
     with allow_experts(model, [2]):  # such a router can do with one expert
         one = model(input_ids=IDS).logits
     with force_experts(model, torch.full((4,), 2)):
-        torch.testing.assert_close(model(input_ids=IDS).logits, one, rtol=1e-4, atol=1e-5)
+        assert_near(model(input_ids=IDS).logits, one)
     with pytest.raises(ValueError, match="allow at least top_k=2"), allow_experts(with_router("mlp"), [2]):
         pass
 
@@ -480,7 +482,7 @@ def test_uniform_gates_are_those_of_the_stock_gate_and_leave_the_routers_as_they
     with torch.no_grad():
         before, config = model(IDS).logits, model.config.to_dict()
         with uniform_gates(stock), uniform_gates(model):
-            assert_close(model(IDS).logits, stock(IDS).logits, 1e-5)
+            assert_near(model(IDS).logits, stock(IDS).logits)
         assert torch.equal(model(IDS).logits, before) and model.config.to_dict() == config
 
 

@@ -20,6 +20,7 @@ from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.analysis.routing_report import write_report
 from moe_peft.models.introspection import observed_routing
 from tests.helpers.adapters import adapted, batch
+from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama, tiny_opt
 from tests.helpers.routed_models import routers_of, tuner_layers
 from tests.helpers.upit_case import rows
@@ -52,7 +53,7 @@ def test_a_pass_has_the_routers_in_the_models_order():
     assert list(own) != routers  # they did run in another one
     for router, logits, chosen in zip(routers, seen[0].router_logits, seen[0].chosen, strict=True):
         n = own[router].shape[-1]
-        torch.testing.assert_close(logits[:, :n], own[router])
+        assert_near(logits[:, :n], own[router])
         expected = torch.zeros_like(own[router], dtype=torch.bool)
         expected.scatter_(1, own[router].topk(2).indices, True)
         assert torch.equal(chosen[:, :n], expected)
@@ -65,7 +66,7 @@ def test_loads_are_the_layers_own():
     names = [name for name, module in model.named_modules() if module in tuner_layers(model)]
     for name, load in zip(names, statistics.shares()["all"], strict=True):
         expected = [0.5, 0.5, 0, 0] if "q_proj" in name else [0, 0, 0.5, 0.5]
-        assert load.tolist() == pytest.approx(expected), name
+        assert load.tolist() == near(expected), name
 
 
 class Interrupted(BaseException):
@@ -103,9 +104,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(reentrant, whole):
         found, expected = gradients(model, inputs), gradients(other, inputs)
         assert found.keys() == expected.keys() and any("router" in name for name in found)
         for name, value in expected.items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            assert_near(found[name], value, name)
     for again in (model, other):
         again.gradient_checkpointing_disable()
         again.eval()
@@ -113,7 +112,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(reentrant, whole):
         for _ in range(2):
             outputs = model.get_base_model().base_model(input_ids=IDS, output_router_logits=True)
             assert len(outputs.router_logits) == 2
-        torch.testing.assert_close(outputs[0], other.get_base_model().base_model(input_ids=IDS)[0])
+        assert_near(outputs[0], other.get_base_model().base_model(input_ids=IDS)[0])
 
 
 def test_a_loss_behind_a_cache_has_the_balancing_loss_of_its_own_tokens():
@@ -132,7 +131,7 @@ def test_a_loss_behind_a_cache_has_the_balancing_loss_of_its_own_tokens():
     p = logits.softmax(-1)[:, real]
     f = torch.zeros_like(p).scatter(2, logits[:, real].topk(2).indices, 1.0)
     by_layer = 4 * (f.mean(1) * p.mean(1)).sum(1)
-    torch.testing.assert_close(found.aux_loss.double(), by_layer.mean(), rtol=1e-5, atol=1e-6)
+    assert_near(found.aux_loss, by_layer.mean())
 
 
 def test_a_router_of_an_adapter_that_comes_later_evaluates():
@@ -170,7 +169,7 @@ def test_losses_on_routers_where_the_causal_model_calls_its_decoder(tokenizer, t
     trainer.compute_loss = compute_loss
     trainer.train()
     logged = [record["router_z_loss"] for record in trainer.state.log_history if "router_z_loss" in record]
-    assert logged == pytest.approx(seen, rel=1e-4) and len(logged) == 2
+    assert logged == near(seen) and len(logged) == 2
 
 
 def test_statistics_without_a_mask_where_the_output_has_no_hidden_state():
@@ -229,5 +228,5 @@ def test_a_model_that_gives_its_backbone_ids_by_position():
         statistics.current = ["a", "b", "a"]
         model(input_ids=IDS)
     two_each = 2.0 * torch.bincount(classes[IDS.flatten()], minlength=len(statistics.class_counts))
-    torch.testing.assert_close(statistics.class_counts.sum((1, 2)), two_each.double())
+    assert_near(statistics.class_counts.sum((1, 2)), two_each.double())
     assert statistics.tokens.tolist() == [16, 8]

@@ -20,6 +20,7 @@ from moe_peft.training.preparation import calibration_batches
 from moe_peft.upit import UpIT, dense_experts, recipe_from_dict
 from tests.helpers.attention_case import BATCHES, mean_keys
 from tests.helpers.attention_case import IDS as ROWS
+from tests.helpers.close import assert_near
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
 from tests.helpers.routed_models import gates_of
 from tests.helpers.upit_case import make_ffn_case, run, stage_of
@@ -58,7 +59,7 @@ def test_gates_are_the_dense_models_whatever_the_experts(init, n, tmp_path):
     config = UpcycleConfig(num_experts=n, top_k=1, init=init, router_init="attention", **options)
     made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=BATCHES)
     for actual, expected in zip(gates(made), expected_gates(dense, n), strict=True):
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+        assert_near(actual, expected)
     model = AutoModelForCausalLM.from_pretrained(made)
     difference = (model(input_ids=IDS).logits - dense(input_ids=IDS).logits).abs().max()
     assert (difference < 1e-4) == (init == "copy")
@@ -75,8 +76,8 @@ def test_every_family_with_keys_of_its_own_gets_them(kind, tmp_path):
         width = layer.self_attn.head_dim
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, width, 4, 4)
         expected = (key[:, 0] @ query.sum(0) / width**0.5).repeat_interleave(2, 0)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(logits(made), logits(dense), rtol=1e-4, atol=1e-4)
+        assert_near(actual, expected)
+    assert_near(logits(made), logits(dense))
 
 
 @pytest.mark.parametrize("n, split, num_heads, m", [
@@ -93,7 +94,7 @@ def test_as_many_gates_as_the_split_has_from_as_many_heads_as_fit(n, split, num_
     for actual, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 16, m, count)
         expected = key[:, 0] @ query.sum(0) / (64 / m) ** 0.5
-        torch.testing.assert_close(actual, expected.repeat_interleave(2 * n // count, 0), rtol=1e-4, atol=1e-5)
+        assert_near(actual, expected.repeat_interleave(2 * n // count, 0))
         assert actual.unique(dim=0).shape[0] == count
 
 
@@ -187,7 +188,7 @@ def test_the_command_reads_a_data_file(tokenizer, tmp_path, capsys):
     config = UpcycleConfig(num_experts=4, init="drop", router_init="attention", seed=7)
     upcycle(folder, tmp_path / "again", config, calibration=batches)
     for actual, expected in zip(gates(out), gates(tmp_path / "again"), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        assert_near(actual, expected)
     with pytest.raises(SystemExit):
         main(["upcycle", "--model", folder, "--output", str(tmp_path / "no"), "--router-init", "attention"])
     assert not (tmp_path / "no").exists()

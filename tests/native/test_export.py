@@ -28,7 +28,7 @@ from moe_peft.cli import main
 from moe_peft.native import export_adapter, verify_export
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.folders import open_folder
-from tests.helpers.models import assert_close_to_scale
+from tests.helpers.close import assert_near
 from tests.helpers.native_case import DENSE, IDS, MOE, adapter, dense_model, logits, saved
 
 ROUTERS = {
@@ -42,7 +42,7 @@ ROUTERS = {
 def assert_exported(model, adapter_folder, tmp_path, **options):
     out = export_adapter(adapter_folder, tmp_path / "moe", **options)
     expected = logits(model)
-    torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert_near(logits(out), expected)
     coefficient = json.loads((out / "config.json").read_text())["router_aux_loss_coef"]
     assert coefficient == model.peft_config["default"].router_aux_loss_coef
     return out
@@ -259,7 +259,7 @@ def test_what_was_trained_whole_is_exported(tmp_path):
         model = adapter(dense_model(kind), tmp_path / f"{kind}-adapter", name, **options)
         out = export_adapter(tmp_path / f"{kind}-adapter", tmp_path / f"{kind}-moe")
         expected = logits(model)
-        torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        assert_near(logits(out), expected)
 
 
 def test_no_tensor_is_trusted(tmp_path):
@@ -317,7 +317,7 @@ def test_a_trained_head_of_resized_embeddings_is_exported(tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     exported = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / "moe"))
     with torch.no_grad():
-        assert_close_to_scale(exported(input_ids=IDS).logits, logits(model))
+        assert_near(exported(input_ids=IDS).logits, logits(model))
 
 
 @pytest.mark.parametrize("generation", [True, False])
@@ -434,7 +434,7 @@ def test_a_family_of_the_page_on_extending_is_exported(tmp_path, capsys):
         command = ["export", "--adapter", str(tmp_path / "adapter"), "--family", "granitemoeshared", "--output"]
         main([*command, str(tmp_path / "moe")])
         assert "not for llama.cpp: what it computes for a 'granitemoeshared' is not known" in capsys.readouterr().out
-        torch.testing.assert_close(logits(tmp_path / "moe"), logits(model), rtol=1e-4, atol=1e-4)
+        assert_near(logits(tmp_path / "moe"), logits(model))
         with pytest.raises(SystemExit) as end:
             main([*command, str(tmp_path / "moe.gguf"), "--format", "gguf"])
         assert end.value.code == 2 and "granitemoeshared" in capsys.readouterr().err

@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_peft.cli import main
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.native import UpcycleConfig, export_adapter, export_gguf, upcycle
+from tests.helpers.close import assert_near
 from tests.helpers.llama_cpp import SPLITS, TEXTS, LlamaCpp, bytes_tokenizer, letters, sentencepiece_tokenizer
 from tests.helpers.native_case import IDS, adapter, dense_model, logits, saved
+from tests.helpers.pruning_case import load_double
 
 llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp has no wheel for this machine"
@@ -40,10 +42,10 @@ def made(kind: str, folder: Path, settings: dict | None = None, tokenizer=None, 
 
 
 def assert_computes(file: Path, expected: torch.Tensor) -> None:
-    """Compare log-probabilities after every token of a text with those of logits [S, V]."""
+    """Compare log-probabilities after every token of a text with those of logits [S, V] in float64."""
     actual = LlamaCpp(file).log_probs(IDS[0, : len(expected)].tolist(), expected.shape[-1])
     expected = expected.log_softmax(-1)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    assert_near(actual, expected)
 
 
 @llama_cpp
@@ -60,7 +62,7 @@ def assert_computes(file: Path, expected: torch.Tensor) -> None:
 ])  # fmt: skip
 def test_llama_cpp_computes_what_the_adapter_does(kind, settings, of_adapter, tmp_path):
     model = made(kind, tmp_path, settings, **of_adapter)
-    assert_computes(export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf"), logits(model)[0])
+    assert_computes(export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf"), logits(model.double())[0])
 
 
 @llama_cpp
@@ -69,7 +71,7 @@ def test_llama_cpp_computes_what_a_folder_does(kind, tmp_path):
     made(kind, tmp_path)
     moe = upcycle(tmp_path / "base", tmp_path / "moe", UpcycleConfig(4, 2, init="drop"))
     main(["export", "--model", str(moe), "--format", "gguf", "--output", str(tmp_path / "moe.gguf")])
-    assert_computes(tmp_path / "moe.gguf", logits(moe)[0])
+    assert_computes(tmp_path / "moe.gguf", logits(load_double(moe))[0])
 
 
 @llama_cpp
@@ -83,7 +85,7 @@ def test_shared_experts_with_gates_that_do_not_sum_to_1(trained, tmp_path):
         weights = load_file(moe / "model.safetensors")
         weights = {name: torch.randn_like(w) if "shared_expert_gate" in name else w for name, w in weights.items()}
         save_file(weights, moe / "model.safetensors", metadata={"format": "pt"})
-    assert_computes(export_gguf(moe, tmp_path / "moe.gguf"), logits(moe)[0])
+    assert_computes(export_gguf(moe, tmp_path / "moe.gguf"), logits(load_double(moe))[0])
 
 
 @pytest.mark.parametrize("kind, settings, of_adapter, message", [
@@ -236,6 +238,6 @@ def test_a_pretrained_chat_model(tmp_path):
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert server.chat_tokens(messages) == chat
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([chat])).logits[0, -1:].log_softmax(-1)
+        expected = model.double()(input_ids=torch.tensor([chat])).logits[0, -1:].log_softmax(-1)
     actual = server.log_probs(chat, expected.shape[-1], last=1)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+    assert_near(actual, expected, terms=model.config.hidden_size)

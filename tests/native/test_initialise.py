@@ -14,6 +14,7 @@ from moe_peft.cli import main
 from moe_peft.native import ExpertInit, UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.expert_init import FFN, generator_for, router_weight, share_of
 from moe_peft.upit import recipe_from_dict
+from tests.helpers.close import assert_near, near
 from tests.helpers.native_case import DENSE, IDS, adapter, dense_model, logits, saved
 
 
@@ -66,7 +67,7 @@ def test_drop_has_the_mean_and_deviation_of_exactly_the_replaced_entries(f, d, r
         expected = before.clone()
         for entry, normal in zip(entries, z, strict=True):
             expected[entry] = mean + deviation * normal
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert_near(actual, expected)
 
 
 def test_every_place_draws_for_itself():
@@ -126,10 +127,10 @@ def test_permuted_neurons_train_as_copies_do_and_permuted_columns_do_not(tmp_pat
     }
     before, after = ({init: run(folder) for init, folder in out.items()} for run in (logits, trained))
     dense = logits(name)
-    torch.testing.assert_close(before["permute"], dense, rtol=0, atol=1e-4)
+    assert_near(before["permute"], dense)
     assert (before["permute_columns"] - dense).abs().max() > 0.1
     assert (after["copy"] - dense).abs().max() > 0.1, "it has learnt"
-    torch.testing.assert_close(after["permute"], after["copy"], rtol=0, atol=1e-7)
+    assert_near(after["permute"], after["copy"])
     assert (after["permute_columns"] - after["copy"]).abs().max() > 0.1
     weights = [load_file(out[init] / "model.safetensors") for init in ("copy", "permute")]
     key = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
@@ -165,7 +166,7 @@ def test_the_deviation_reaches_the_checkpoint_and_is_002_by_default(tmp_path):
             drawn.add(tuple((new != old).any(1).nonzero().flatten().tolist()))
     assert len(drawn) == 16 and {len(neurons) for neurons in drawn} == {len(old) // 2}
     wide = load_file(upcycle(name, tmp_path / "b", UpcycleConfig(8, router_init_std=0.04)) / "model.safetensors")[key]
-    torch.testing.assert_close(wide, 2 * plain)
+    assert_near(wide, 2 * plain)
     uniform = UpcycleConfig(8, router_init="uniform")
     bound = float(load_file(upcycle(name, tmp_path / "c", uniform) / "model.safetensors")[key].abs().max())
     assert 0.033 < bound <= 0.0347
@@ -229,8 +230,8 @@ def test_plain_transformers_adds_the_coefficient_times_the_loss(kind, options, c
             tokens += 1
     assert tokens == 2 * IDS.numel()
     aux = 4 * sum(f / tokens * P / tokens for f, P in zip(chosen, probability, strict=True))
-    assert aux > 2 and float(out.aux_loss) == pytest.approx(aux, rel=1e-5)
-    assert float(out.loss) == pytest.approx(float(plain) + coefficient * aux, rel=1e-6)
+    assert aux > 2 and float(out.aux_loss) == near(aux)
+    assert float(out.loss) == near(float(plain) + coefficient * aux)
 
 
 def test_a_recipe_takes_it_as_a_field_of_upcycling_with_its_own_default():

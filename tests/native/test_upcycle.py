@@ -30,6 +30,7 @@ from moe_peft.native.moe_config import backbone_shapes, moe_config
 from moe_peft.native.safetensors_io import new_folder
 from moe_peft.native.upcycle import Upcycled
 from moe_peft.utils.io import parse_size
+from tests.helpers.close import assert_near
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
 from tests.helpers.warm import start
 
@@ -66,7 +67,7 @@ def test_settings_that_the_dense_model_does_not_follow_are_not_the_moes(kind, op
     path.write_text(json.dumps({**fields, **options}))
     made = upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=4))
     expected, actual = (logits(AutoModelForCausalLM.from_pretrained(folder)) for folder in (tmp_path / "dense", made))
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_near(actual, expected)
 
 
 def test_models_may_be_named_one_by_one(folders):
@@ -106,7 +107,7 @@ def test_logits_are_the_dense_models(kind, settings, folders, tmp_path):
     assert config["model_type"] == MOE[kind] and config[family.count] == settings.get("num_experts", 4) * m
     assert config["num_experts_per_tok"] == settings.get("top_k", 2) * m and config[family.width] == 48 // m
     expected = logits(folders[kind])
-    torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert_near(logits(out), expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"granularity": 2}, {"granularity": 3, "num_added_shared_experts": 2}])
@@ -114,7 +115,7 @@ def test_added_shared_experts_and_the_routed_ones_add_up_to_the_dense_ffn(settin
     settings = {"num_added_shared_experts": 1, **settings}
     out = upcycle(folders["qwen2"], tmp_path / "moe", UpcycleConfig(num_experts=4, **settings))
     expected = logits(folders["qwen2"])
-    torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert_near(logits(out), expected)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.shared_expert_intermediate_size == settings["num_added_shared_experts"] * 48
     with torch.no_grad():
@@ -192,11 +193,11 @@ def test_subsets_add_up_and_a_permutation_is_consistent():
     ffn = ffn_of(61).scaled(0.01)
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
     parts = [ExpertInit("subset").make(ffn, i, 4, generator_for(0)) for i in range(4)]
-    torch.testing.assert_close(sum(output(part, x) for part in parts), output(ffn, x), rtol=1e-4, atol=1e-4)
+    assert_near(sum(output(part, x) for part in parts), output(ffn, x))
     assert sum(int((part.gate != 0).any(1).sum()) for part in parts) == 61
     permuted = ExpertInit("permute").make(ffn, 0, 4, generator_for(0))
     assert not torch.equal(permuted.gate, ffn.gate)
-    torch.testing.assert_close(output(permuted, x), output(ffn, x), rtol=1e-4, atol=1e-4)
+    assert_near(output(permuted, x), output(ffn, x))
 
 
 # --- several checkpoints, given routers -----------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def test_checkpoints_become_experts_and_the_rest_their_average(kind, tmp_path):
         ])  # fmt: skip
         actual = block(x.unsqueeze(0))
         actual = (actual[0] if isinstance(actual, tuple) else actual).squeeze(0)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        assert_near(actual, expected)
 
 
 # --- families -------------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def test_fields_that_a_dense_class_does_not_know_do_not_matter(folders, tmp_path
     model.config.rope_interleaved = True
     name = saved(model, tmp_path / "dense")
     assert "rope_interleaved" in (tmp_path / "dense/config.json").read_text()
-    torch.testing.assert_close(logits(upcycle(name, tmp_path / "moe")), logits(name), rtol=0, atol=5e-5)
+    assert_near(logits(upcycle(name, tmp_path / "moe")), logits(name))
 
 
 def test_one_process_at_a_time_writes_a_folder(tmp_path):
@@ -394,7 +395,7 @@ def test_everything_is_drawn_by_seed_layer_and_place(init, options, split, folde
         full = torch.randperm(f, generator=drawn_by(seed, layer, 0, "shards"))
         block = method.make(ffn.neurons(full[: shared * f // m]), 0, 1, drawn_by(seed, layer, "shared"))
         for one, other in zip(made.shared(layer), (block.gate, block.up, 2 * block.down), strict=True):
-            torch.testing.assert_close(one, other)
+            assert_near(one, other)
         experts = list(made.experts(layer))
         for index in range(shared, n * m):
             expert, part = divmod(index, m)
@@ -412,7 +413,7 @@ def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
     made = Upcycled(sources, UpcycleConfig(num_experts=2, init="checkpoints"), None)
     name = "model.layers.1.self_attn.q_proj.weight"
     parts = [load_file(f"{folder}/model.safetensors")[name].double() for folder in (folders["llama"], other)]
-    torch.testing.assert_close(made.backbone(name).double(), sum(parts) / 2, rtol=1e-12, atol=1e-12)
+    assert_near(made.backbone(name), sum(parts) / 2)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from moe_peft.pruning import Pruning
 from moe_peft.pruning.expert_groups import LayerFacts, Rules, plan_layers, weights_of
 from moe_peft.pruning.prune import PrunedLayer
 from moe_peft.utils.expert_merging import mean_rows, mean_updates
+from tests.helpers.close import assert_near, near
 from tests.helpers.native_case import IDS, MOE, dense_model, saved
 from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
 from tests.helpers.reference import merged_weight
@@ -73,7 +74,7 @@ def test_adapter_is_the_same_with_logits_of_minus_infinity(name: str, base: str,
     with torch.no_grad():
         actual = model(input_ids=IDS).logits
     assert (actual - original(input_ids=IDS).logits).abs().max() > 1e-4
-    torch.testing.assert_close(actual, masked_logits(original, drop), rtol=0, atol=1e-10)
+    assert_near(actual, masked_logits(original, drop))
     sizes = [layer.num_experts - len(drop.get(i, [])) for i, layer in enumerate(result.layers)]
     specs = [m.moe_lora_spec["default"] for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
     assert [spec.num_experts for spec in specs] == sizes == [len(layer.groups) for layer in result.layers]
@@ -116,10 +117,10 @@ def test_plain_loop_and_what_normalization_changes(normalize: bool, base: str, t
             gate = gate / chosen.values.sum() if normalize else gate
             gate_proj, up, down = (merged_weight(old, "default", f"{n}_proj", i) for n in ("gate", "up", "down"))
             y = y + gate * (down @ (F.silu(gate_proj @ x[t]) * (up @ x[t])))
-        torch.testing.assert_close(after[t], y, rtol=0, atol=1e-10)
+        assert_near(after[t], y)
         if not {1, 4} & set(p.topk(2).indices.tolist()):
             grown += 1
-            torch.testing.assert_close(after[t], before[t] if normalize else before[t] / (1 - lost), rtol=0, atol=1e-10)
+            assert_near(after[t], before[t] if normalize else before[t] / (1 - lost))
     assert grown > 5
 
 
@@ -186,7 +187,7 @@ def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, nor
         actual, original = (load_double(path)(input_ids=IDS[:, :6]).logits for path in (tmp_path / "pruned", folder))
     assert (actual - original).abs().max() > 1e-2
     # transformers' gates are float32 in any case
-    torch.testing.assert_close(actual, looped_logits(folder, dropped, normalize), rtol=0, atol=5e-6)
+    assert_near(actual, looped_logits(folder, dropped, normalize), dtype=torch.float32)
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def test_exact_twins_with_one_row_keep_the_function_where_one_expert_serves_a_to
     assert [layer.groups for layer in result.layers] == [[[0], [1, 3], [2], [4], [5]]] * 2
     with torch.no_grad():
         actual, expected = (load_double(path)(input_ids=IDS).logits for path in (tmp_path / "pruned", folder))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)  # float32 on disk
+    assert_near(actual, expected, dtype=torch.float32)  # on disk
 
 
 def test_copies_are_twins(tmp_path: Path):
@@ -256,10 +257,10 @@ def test_merged_loras_are_the_nearest_of_their_rank_to_the_mean(base: str, tmp_p
         U, S, V = torch.linalg.svd(mean)
         nearest = U[:, :4] * S[:4] @ V[:4]
         assert S[4] > 1e-4  # the mean has a higher rank
-        torch.testing.assert_close(after[other][1].double().T @ after[name][1].double(), nearest, rtol=0, atol=1e-6)
+        assert_near(after[other][1].double().T @ after[name][1].double(), nearest, dtype=torch.float32)
         assert torch.equal(after[name][[0, 2, 3, 4]], before[name][[0, 2, 4, 5]])
     for name in (name for name in before if "router" in name):
-        torch.testing.assert_close(after[name][1], before[name][[1, 3]].mean(0))
+        assert_near(after[name][1], before[name][[1, 3]].mean(0))
 
 
 def test_native_twins_become_their_mean(tmp_path: Path):
@@ -273,9 +274,9 @@ def test_native_twins_become_their_mean(tmp_path: Path):
             for w in ("w1", "w2", "w3"):
                 members = [old[f"{block}.experts.{i}.{w}.weight"] for i in group]
                 expected = torch.stack(members).double().mean(0).float()
-                torch.testing.assert_close(new[f"{block}.experts.{j}.{w}.weight"], expected, rtol=0, atol=1e-7)
+                assert_near(new[f"{block}.experts.{j}.{w}.weight"], expected)
             row = old[f"{block}.gate.weight"][group].mean(0)
-            torch.testing.assert_close(new[f"{block}.gate.weight"][j], row, rtol=0, atol=1e-7)
+            assert_near(new[f"{block}.gate.weight"][j], row)
         assert Counter(map(len, pruned.groups)) == {1: 2, 2: 1} and pruned.dropped == []
     assert f"{block}.experts.3.w1.weight" not in new
 
@@ -326,14 +327,14 @@ def test_means_are_weighted_and_computed_in_float64():
     U, S, V = torch.linalg.svd(mean_update)
     found_A, found_B = mean_updates(A, B, [[0, 1, 2]], [weights])
     nearest = U[:, :2] * S[:2] @ V[:2]
-    torch.testing.assert_close(found_B[0].double().T @ found_A[0].double(), nearest, rtol=0, atol=1e-6)
+    assert_near(found_B[0].double().T @ found_A[0].double(), nearest, dtype=torch.float32)
 
 
 def test_groups_count_by_their_load():
     layer = LayerFacts("layer", 5, 2, LOAD)
-    torch.testing.assert_close(weights_of([0, 2], layer), torch.tensor([0.625, 0.375], dtype=torch.float64))
+    assert_near(weights_of([0, 2], layer), torch.tensor([0.625, 0.375], dtype=torch.float64))
     for group, facts in (([3], layer), ([0, 2], LayerFacts("layer", 5, 2))):
-        torch.testing.assert_close(weights_of(group, facts).sum(), torch.ones((), dtype=torch.float64))
+        assert_near(weights_of(group, facts).sum(), torch.ones((), dtype=torch.float64))
     assert weights_of([0, 2], LayerFacts("layer", 5, 2)).tolist() == [0.5, 0.5]
 
 
@@ -398,7 +399,7 @@ def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, t
         folder, out, data=data, label_column="domain", min_load=smallest[1] + 1e-6, dtype="float32", batch_size=3
     )
     for i, layer in enumerate(result.layers):
-        assert layer.load == pytest.approx(loads[i], abs=1e-9)
+        assert layer.load == near(loads[i], dtype=torch.float64)
         least = [e for e in range(n) if loads[i][e] < smallest[1] + 1e-6]
         if kind == "adapter":
             assert layer.dropped == least
@@ -406,12 +407,12 @@ def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, t
             assert set(layer.dropped) <= set(least) and len(layer.dropped) == len(result.layers[0].dropped)
         assert layer.dropped and loads[i][layer.dropped[0]] == min(loads[i][e] for e in layer.dropped)
         hit = [bool(token & set(layer.dropped)) for token in chosen[i]]
-        assert result.lost["layers"][i] == pytest.approx(sum(hit) / len(hit))
+        assert result.lost["layers"][i] == near(sum(hit) / len(hit))
     either = [any(chosen[i][t] & set(result.layers[i].dropped) for i in range(2)) for t in range(len(chosen[0]))]
-    assert result.lost["any_layer"] == pytest.approx(sum(either) / len(either))
-    assert result.loss["before"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
+    assert result.lost["any_layer"] == near(sum(either) / len(either))
+    assert result.loss["before"] == near({**by_domain, "mean": loss})
     _, loss, by_domain = observed(out, data, tokenizer)
-    assert result.loss["after"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
+    assert result.loss["after"] == near({**by_domain, "mean": loss})
     report = json.loads((out / "pruning.json").read_text())
     assert report["loss"] == result.loss and report["layers"][0]["dropped"] == result.layers[0].dropped
     assert report["size"]["before"]["total"] > report["size"]["after"]["total"]

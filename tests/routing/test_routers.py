@@ -16,6 +16,7 @@ from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.native import export_adapter
 from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from moe_peft.routing.routers import ROUTERS, LinearRouter, RouterSettings, make_router
+from tests.helpers.close import assert_near
 from tests.helpers.expert_layers import D, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_same, reference, run
@@ -48,7 +49,7 @@ def model(kind: str, **own):
 def test_layer_and_its_gradients_are_the_loops(kind, mixing):
     made = routed_layer(kind, mixing=mixing)
     x, d_output = tensors(9, dtype=torch.float64)
-    assert_same(run(made, x, d_output), reference(made, x, d_output), 1e-12)
+    assert_same(run(made, x, d_output), reference(made, x, d_output))
 
 
 def test_the_variable_kinds_do_vary():
@@ -59,21 +60,21 @@ def test_the_variable_kinds_do_vary():
         decided(made, 0.2)
         gates_TK, _ = made.router("default").choose(made.router("default")(x), 3, True)
         assert set((gates_TK > 0).sum(1).tolist()) == {1, 2, 3}
-        torch.testing.assert_close(gates_TK.sum(1), torch.ones(64, dtype=torch.float64))
+        assert_near(gates_TK.sum(1), torch.ones(64, dtype=torch.float64))
 
 
 def test_gates_at_the_edges():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    torch.testing.assert_close(top_p_gates(logits, 4, False, 0.79)[0], torch.tensor([[0.5, 0.3, 0.0, 0.0]]))
-    torch.testing.assert_close(top_p_gates(logits, 4, False, 1.0)[0], torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    torch.testing.assert_close(top_p_gates(logits, 2, True, 1.0)[0], torch.tensor([[0.625, 0.375]]))
-    torch.testing.assert_close(threshold_gates(logits, 4, False, 0.9)[0], torch.tensor([[0.5, 0.0, 0.0, 0.0]]))
-    torch.testing.assert_close(threshold_gates(logits, 3, True, 0.2)[0], torch.tensor([[0.625, 0.375, 0.0]]))
+    assert_near(top_p_gates(logits, 4, False, 0.79)[0], torch.tensor([[0.5, 0.3, 0.0, 0.0]]))
+    assert_near(top_p_gates(logits, 4, False, 1.0)[0], torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    assert_near(top_p_gates(logits, 2, True, 1.0)[0], torch.tensor([[0.625, 0.375]]))
+    assert_near(threshold_gates(logits, 4, False, 0.9)[0], torch.tensor([[0.5, 0.0, 0.0, 0.0]]))
+    assert_near(threshold_gates(logits, 3, True, 0.2)[0], torch.tensor([[0.625, 0.375, 0.0]]))
     even = torch.zeros(1, 4)  # probabilities that reach a limit exactly
-    torch.testing.assert_close(top_p_gates(even, 4, False, 0.5)[0], torch.tensor([[0.25, 0.25, 0.0, 0.0]]))
-    torch.testing.assert_close(threshold_gates(even, 4, False, 0.25)[0], torch.full((1, 4), 0.25))
+    assert_near(top_p_gates(even, 4, False, 0.5)[0], torch.tensor([[0.25, 0.25, 0.0, 0.0]]))
+    assert_near(threshold_gates(even, 4, False, 0.25)[0], torch.full((1, 4), 0.25))
     far = torch.tensor([[-200.0, -201.0, -300.0]])  # sigmoids that are zero in float32
-    torch.testing.assert_close(sigmoid_gates(far, 2)[0], torch.tensor([[1.0, 0.0]]).add(-1).exp() / (1 + math.exp(-1)))
+    assert_near(sigmoid_gates(far, 2)[0], torch.tensor([[1.0, 0.0]]).add(-1).exp() / (1 + math.exp(-1)))
 
 
 def test_switch_takes_tokens_in_their_order_up_to_the_capacity():
@@ -86,7 +87,7 @@ def test_switch_takes_tokens_in_their_order_up_to_the_capacity():
         best = int(p.argmax())
         assert int(experts[t]) == best
         expected = p[best] if taken[best] < 9 else torch.zeros(())
-        torch.testing.assert_close(gates[t, 0], expected)
+        assert_near(gates[t, 0], expected)
         taken[best] += 1
     assert max(taken) > 9
 
@@ -94,7 +95,7 @@ def test_switch_takes_tokens_in_their_order_up_to_the_capacity():
 def test_switch_drops_in_training_only():
     made = routed_layer("switch", router_capacity_factor=0.5)
     x, d_output = tensors(40, dtype=torch.float64)
-    assert_same(run(made.eval(), x, d_output), reference(made, x, d_output), 1e-12)
+    assert_same(run(made.eval(), x, d_output), reference(made, x, d_output))
     trained = made.train()(x)
     base = made.base_layer(x)
     dropped = (trained - base).abs().amax(1) < 1e-12
@@ -132,7 +133,7 @@ def test_jitter_multiplies_each_entry_of_the_input_in_training_only():
 def test_folded_gate_has_the_routers_logits(kind):
     made = routed_layer(kind).router("default")
     x, _ = tensors(20, dtype=torch.float64)
-    torch.testing.assert_close(x @ made.fold().T, made(x), rtol=1e-13, atol=1e-13)
+    assert_near(x @ made.fold().T, made(x))
 
 
 @pytest.mark.parametrize("kind, reason", [
@@ -152,7 +153,7 @@ def test_folded_adapter_is_the_same_model_and_a_plain_one(kind, tmp_path):
     adapted = model(kind)
     expected = adapted(input_ids=IDS).logits
     fold_routers(adapted)
-    torch.testing.assert_close(adapted(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert_near(adapted(input_ids=IDS).logits, expected)
     name = adapted.peft_config["default"].router_type
     assert name == ("soft" if kind == "soft" else "linear")
     out = adapted(
@@ -181,7 +182,7 @@ def test_life_of_an_adapter(kind, tmp_path):
     """
     if "raw" not in kind:  # gates that do not sum to 1 scale the FFNs' outputs, as in a native MoE that does so
         fresh = get_peft_model(tiny_llama(), config(kind, init_lora_weights=True))
-        torch.testing.assert_close(fresh(input_ids=IDS).logits, tiny_llama()(input_ids=IDS).logits)
+        assert_near(fresh(input_ids=IDS).logits, tiny_llama()(input_ids=IDS).logits)
     adapted = model(kind).train()
     adapted(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
@@ -194,7 +195,7 @@ def test_life_of_an_adapter(kind, tmp_path):
     whole = adapted(input_ids=IDS[:1]).logits[:, -1]
     cache = adapted(input_ids=IDS[:1, :-1], use_cache=True).past_key_values
     step = adapted(input_ids=IDS[:1, -1:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-4)
+    assert_near(step, whole)
 
 
 @pytest.mark.parametrize("kind", ["linear", "sigmoid-raw", "top_p", "threshold", "attention-max"])
@@ -214,7 +215,7 @@ def test_allowed_experts_are_chosen_by_the_routers_own_rule(kind):
     expected = made(x)
     router._forward_hooks.popitem()
     with allow_experts(holder, allowed):
-        torch.testing.assert_close(made(x), expected, rtol=1e-12, atol=1e-12)
+        assert_near(made(x), expected)
 
 
 @pytest.mark.parametrize("kind", ["soft", "top_p", "threshold"])
@@ -223,7 +224,7 @@ def test_kinds_that_leave_experts_out_can_do_with_one(kind):
     with allow_experts(adapted, [2]):
         one = adapted(input_ids=IDS).logits
     with force_experts(adapted, torch.full((3,), 2)):
-        torch.testing.assert_close(one, adapted(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+        assert_near(one, adapted(input_ids=IDS).logits)
 
 
 def test_autocast_leaves_routers_in_float32():
@@ -231,7 +232,7 @@ def test_autocast_leaves_routers_in_float32():
         made = routed_layer(kind).float().router("default")
         x = torch.randn(5, D)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            torch.testing.assert_close(made(x), made(x.double()).float(), rtol=1e-4, atol=1e-4)
+            assert_near(made(x), made(x.double()).float())
 
 
 def test_soft_has_all_experts_and_layers_of_other_sizes_all_of_theirs():
@@ -318,7 +319,7 @@ def test_an_added_router_folds_saves_loads_and_exports_without_its_class(added, 
     folded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "folded", attn_implementation="eager").eval()
     native = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
     for loaded in (folded, native):
-        torch.testing.assert_close(loaded(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+        assert_near(loaded(input_ids=IDS).logits, expected)
 
 
 @pytest.mark.parametrize("kind", ["shifted", "squared"])
@@ -364,7 +365,7 @@ def test_gradients_of_half_precision_inputs_are_those_of_what_the_router_saw(kin
     weight = router.weight.detach().clone().requires_grad_()
     read = 16 if kind is LinearRouter else 8
     (seen_TD[:, :read] @ weight[:, :read].T).square().sum().backward()
-    torch.testing.assert_close(router.weight.grad, weight.grad, rtol=1e-6, atol=1e-6)
+    assert_near(router.weight.grad, weight.grad)
 
 
 @pytest.mark.parametrize("kind", ["threshold", "top_p"])
@@ -376,7 +377,7 @@ def test_the_threshold_that_is_set_counts(kind):
         wanted, same = rule(logits_TN, 3, True, p)
         assert torch.equal(experts, same) and torch.equal(gates, wanted)
     found = make_router(16, N, RouterSettings(kind)).choose(logits_TN, 3, True)[0]
-    torch.testing.assert_close(found, rule(logits_TN, 3, True, {"threshold": 1 / N, "top_p": 0.8}[kind])[0])
+    assert_near(found, rule(logits_TN, 3, True, {"threshold": 1 / N, "top_p": 0.8}[kind])[0])
 
 
 @pytest.mark.parametrize(
@@ -407,4 +408,4 @@ def test_salts_are_of_62_bits():
 def test_locmoes_parts_are_those_of_adaptive_pooling(d, n):
     x = torch.randn(6, d, dtype=torch.float64)
     expected = torch.nn.functional.adaptive_avg_pool1d(x, n)
-    torch.testing.assert_close(make_router(d, n, RouterSettings("locmoe"))(x), expected, rtol=1e-12, atol=1e-12)
+    assert_near(make_router(d, n, RouterSettings("locmoe"))(x), expected)

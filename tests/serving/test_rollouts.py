@@ -137,4 +137,5 @@ def assert_equal(llm, model) -> None:
     for ids, (tokens, table) in zip(PROMPTS, distributions(llm), strict=True):
         expected_tokens, expected_table = expected(model, ids)
         assert tokens == expected_tokens
+        # As much as `test_vllm.py` allows vLLM's kernels.
         torch.testing.assert_close(table, expected_table, atol=4e-5 * float(expected_table.abs().max()), rtol=0)

@@ -179,6 +179,7 @@ def served(folder: Path, prompts: list[list[int]], dtype: str):
 def test_smollm2_continues_and_scores_texts_as_with_peft(smollm2):
     folder, model, prompts = smollm2
     for ids, (tokens, scores) in zip(prompts, served(folder, prompts, "float32"), strict=True):
+        # Two float32 engines of a model of 30 layers.
         torch.testing.assert_close(scores, of_tokens(model, ids), atol=1e-3, rtol=0)
         generated = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert tokens == generated[0, len(ids) :].tolist()
@@ -223,7 +224,7 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
     generated = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
     new = generated[ids["input_ids"].shape[1] :]
     assert answer.message.content == tokenizer.decode(new, skip_special_tokens=True)
-    scores = torch.tensor([token.logprob for token in answer.logprobs.content])
+    scores = torch.tensor([token.logprob for token in answer.logprobs.content])  # two float32 engines, as above
     torch.testing.assert_close(scores, of_tokens(model, generated.tolist())[-len(new) :], atol=1e-3, rtol=0)
 
 

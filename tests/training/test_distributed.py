@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moe_peft import MoELoraConfig
 from moe_peft.routing.losses import balancing_loss
+from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.processes import WORLD, in_processes
 
@@ -89,7 +90,7 @@ def test_two_processes_give_the_gradients_of_one(kind: str, mixing: str, folder:
     want = expected(mixing)
     assert got.keys() == want.keys()
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(got[name], want[name], name)
 
 
 # --- balancing all processes' batches together ----------------------------------------------------------------------
@@ -121,11 +122,11 @@ def test_batches_balanced_together_are_one_batch(scope: str, folder: Path):
     parts = [routed(rank) for rank in range(WORLD)]
     layers = [torch.cat(of_layer) for of_layer in zip(*(logits for logits, _ in parts), strict=True)]
     loss = balancing_loss(layers, 2, torch.cat([mask for _, mask in parts]), scope)
-    torch.testing.assert_close(sum(value for value, _ in found) / WORLD, loss.detach())
+    assert_near(sum(value for value, _ in found) / WORLD, loss.detach())
     for rank, (logits, _) in enumerate(parts):
         for own, expected in zip(found[rank][1], torch.autograd.grad(loss, logits, retain_graph=True), strict=True):
             assert expected.abs().max() > 0
-            torch.testing.assert_close(own, expected)
+            assert_near(own, expected)
 
 
 def test_a_process_with_padding_alone_adds_nothing():
@@ -172,5 +173,6 @@ def test_the_first_rows_fill_the_last_batch(tmp_path):
     assert (tmp_path / "state" / "saved" / "adapter_model.safetensors").is_file()
     for rank in range(WORLD):
         for name, value in torch.load(tmp_path / f"uneven-{rank}.pt").items():
-            torch.testing.assert_close(value, one[name], rtol=1e-4, atol=1e-6, msg=name)
+            # Adam divides a gradient of about 0.01, and its rounding, by 1e-4 and multiplies them by 1e-2.
+            assert_near(value, one[name], name, scale=1.0)
             assert not torch.equal(value, before[name])

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_peft import MoEDPOConfig
 from moe_peft.training.trainers import MoESFTConfig
+from tests.helpers.close import assert_near, near
 from tests.helpers.routed_models import biased, tuner_layers
 from tests.helpers.trainers import EXPERTS, LABELS, MASKED, arguments, logged, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
@@ -64,7 +65,7 @@ def test_updates_are_those_of_a_plain_loop(kind, tokenizer, tmp_path):
             handle.remove()
     assert len(batches) == 3
     for (name, one), other in zip(trainer.model.state_dict().items(), reference.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(one, other, name)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_checkpointing_trains_as_without_it(kind, reentrant, tokenizer, tmp_path
     for trainer in (kept, again):
         trainer.train()
     for (name, one), other in zip(again.model.state_dict().items(), kept.model.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(one, other, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,11 +122,11 @@ def test_evaluation_is_masked_and_nothing_stays(kind, tokenizer, tmp_path):
 
     free = loss()
     handles = out_of_reach(model, ALLOWED[batch["token_labels"].max(1).values])
-    assert measured == pytest.approx(loss(), rel=1e-5) and abs(measured - free) > 1e-5
+    assert measured == near(loss()) and abs(measured - free) > 1e-5
     for handle in handles:
         handle.remove()
     model = trainer.model.eval()
-    assert loss() == pytest.approx(free, rel=1e-6)
+    assert loss() == near(free)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,8 @@ def test_the_label_loss_is_on_the_tokens_that_were_asked_for(kind, tokens, token
             served = p[token, EXPERTS["abc"[token // length % 3]]].sum()
             label.append(-served.log())
             inside.append(served)
-    torch.testing.assert_close(loss.double(), lm.double() + 0.7 * sum(label) / len(label), rtol=1e-5, atol=1e-6)
-    assert logged(trainer)["compliance"] == pytest.approx((sum(inside) / len(inside)).item(), rel=1e-5)
+    assert_near(loss, lm.double() + 0.7 * sum(label) / len(label))
+    assert logged(trainer)["compliance"] == near((sum(inside) / len(inside)).item())
 
 
 def test_accumulated_steps_average_over_answers(tokenizer, tmp_path):
@@ -196,7 +197,7 @@ def test_accumulated_steps_average_over_answers(tokenizer, tmp_path):
     for trainer in (big, cut):
         trainer.train()
     for (name, one), other in zip(cut.model.state_dict().items(), big.model.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(one, other, name)
 
 
 def test_a_masked_adapter_of_a_tiny_base_learns(tokenizer, tmp_path):

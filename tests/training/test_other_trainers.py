@@ -17,6 +17,7 @@ from trl import DPOConfig, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
 from compatibility import trainers as table
 from moe_peft import MoEDPOTrainer, MoELoraConfig, MoESFTTrainer, RouterLossesMixin
 from moe_peft.training.rollouts import rollouts_of_adapters
+from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.trainers import MoEKTOTrainer, arguments, preferences
 from tests.helpers.upit_case import rows
@@ -112,7 +113,7 @@ def test_the_example_trains_routers_and_experts_and_saves_them(kind, base, tmp_p
     loaded = PeftModel.from_pretrained(auto.from_pretrained(base, num_labels=1), tmp_path / "out")
     for name, parameter in loaded.named_parameters():
         if "moe_lora_" in name:
-            torch.testing.assert_close(parameter, after[name])
+            assert_near(parameter, after[name])
 
 
 def test_the_reward_of_the_example_reads_strings_and_chats():
@@ -258,7 +259,8 @@ def test_orpo_logs_what_the_mixin_adds(tokenizer, tmp_path):
         MoE.train()
         first[coefficient] = MoE.state.log_history[0]
     added = first[1.0]["loss"] - first[0.0]["loss"]
-    assert first[1.0]["aux_loss"] > 0.9 and added == pytest.approx(first[1.0]["aux_loss"], rel=1e-3)
+    assert first[1.0]["aux_loss"] > 0.9
+    assert added == pytest.approx(first[1.0]["aux_loss"], rel=1e-3)  # what is logged is rounded
 
 
 def test_predictions_of_the_plain_trainer_are_those_with_lora(tmp_path):

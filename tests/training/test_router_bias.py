@@ -18,6 +18,7 @@ from moe_peft.models.native_routers import replace_routers
 from moe_peft.native import export_adapter
 from moe_peft.routing import RouterSettings, load_health, sigmoid_gates, top_k_gates
 from tests.helpers.adapters import adapted, adapter, batch
+from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
 from tests.helpers.native_case import dense_model, logits, saved
@@ -60,11 +61,11 @@ def test_biases_choose_and_gates_do_not_have_them(choose, score, normalize, k):
             expected_gates = (
                 1 + expected_gates - expected_gates.detach() if k == 1 else expected_gates / expected_gates.sum()
             )
-        torch.testing.assert_close(of_token, expected_gates)
+        assert_near(of_token, expected_gates)
         for one, other in zip(
             *(torch.autograd.grad(g[0], logits_TN, retain_graph=True) for g in (of_token, expected_gates)), strict=True
         ):
-            torch.testing.assert_close(one, other)
+            assert_near(one, other)
     assert changed > 10
 
 
@@ -125,7 +126,7 @@ def test_it_balances_and_the_balancing_loss_counts_the_biased_choice():
         ]
         counts = torch.stack([torch.bincount(of_layer, minlength=4) for of_layer in chosen]).double()
         p = torch.stack([x.softmax(-1) for x in out.router_logits]).mean(1)
-        torch.testing.assert_close(out.aux_loss, 4 * (counts.float() / 36 * p).sum(1).mean(), rtol=1e-5, atol=1e-6)
+        assert_near(out.aux_loss, 4 * (counts.float() / 36 * p).sum(1).mean())
         return load_health(counts, [4, 4], 36).variation
 
     before = load()
@@ -171,7 +172,7 @@ def test_layers_of_different_sizes_are_balanced_by_their_own_biases():
         p = logits_TN[:, :n].softmax(-1)
         chosen = (p + router.expert_bias).topk(2).indices
         losses.append(n * (torch.bincount(chosen.flatten(), minlength=n) / len(p) * p.mean(0)).sum())
-    torch.testing.assert_close(out.aux_loss, sum(losses) / 2, rtol=1e-5, atol=1e-6)
+    assert_near(out.aux_loss, sum(losses) / 2)
     out.loss.backward()
 
 
@@ -273,7 +274,7 @@ def test_export_needs_biases_of_zero(tmp_path):
             buffer.zero_()
     model.save_pretrained(tmp_path / "adapter")
     export_adapter(tmp_path / "adapter", tmp_path / "moe")
-    torch.testing.assert_close(logits(tmp_path / "moe"), logits(model), rtol=0, atol=1e-4)
+    assert_near(logits(tmp_path / "moe"), logits(model))
     set_biases(model)
     model.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"router_bias_update_rate=0\.01: a linear gate has no biases"):

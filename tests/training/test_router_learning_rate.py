@@ -7,6 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_peft.models.layer import router_parameters
+from tests.helpers.close import assert_near
 from tests.helpers.trainers import LABELS, make_model, make_trainer
 
 RATE, ROUTERS, STEPS, DECAY = 1e-2, 0.1, 5, 0.3
@@ -47,7 +48,7 @@ def test_updates_are_those_of_a_loop_with_groups(kind, rate, tokenizer, tmp_path
     moved = {name for name, p in after.items() if not torch.equal(p, before[name])}
     assert moved >= set(router_parameters(plain)) if rate else not moved & set(router_parameters(plain))
     for name, p in plain.named_parameters():
-        torch.testing.assert_close(after[name], p, rtol=2e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(after[name], p, name)
     rates = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
     assert rates[0] == RATE  # the log has the rate of all others
 

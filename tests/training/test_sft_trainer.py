@@ -27,7 +27,8 @@ from moe_peft.training.router_config import RouterLossConfig
 from moe_peft.training.router_losses import RouterLossesMixin
 from moe_peft.training.schedule import phase_at
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig, MoESFTTrainer
-from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.close import assert_near, near
+from tests.helpers.models import tiny_llama
 from tests.helpers.processes import in_processes
 from tests.helpers.trainers import EXPERTS, LABELS, arguments, logged, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
@@ -88,10 +89,10 @@ def test_joint_loss_is_the_sum_of_its_parts(kind, scope, tokenizer, tmp_path):
             label.append(-p[token, own].sum().log())
             z.append(layer[token].double().logsumexp(-1) ** 2)
     expected = lm + 0.2 * balance + 0.03 * sum(z) / len(z) + 0.7 * sum(label) / len(label)
-    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
+    assert_near(loss, expected)
     noted = logged(trainer)
-    assert noted["router_label_loss"] == pytest.approx(float(sum(label) / len(label)), rel=1e-5)
-    assert noted["aux_loss"] == pytest.approx(balance.item(), rel=1e-5)
+    assert noted["router_label_loss"] == near(float(sum(label) / len(label)))
+    assert noted["aux_loss"] == near(balance.item())
 
 
 def test_without_labels_and_z_loss_it_is_trls_loss(tokenizer, tmp_path):
@@ -105,10 +106,10 @@ def test_without_labels_and_z_loss_it_is_trls_loss(tokenizer, tmp_path):
         trainer.train()
     mine, reference = ([r for r in t.state.log_history if "loss" in r] for t in (ours, theirs))
     for one, other in zip(mine, reference, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-5)
+        assert one["loss"] == near(other["loss"])
+        assert one["aux_loss"] == near(other["aux_loss"])
     for (name, one), other in zip(ours.model.state_dict().items(), theirs.model.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(one, other, name)
 
 
 def test_everything_is_logged(tokenizer, tmp_path):
@@ -159,7 +160,7 @@ def test_same_steps_however_they_are_cut(kind, own, tokenizer, tmp_path):
         trainer.train()
     # Another number of tokens in a batch may be computed in another way, and rounded otherwise.
     for (name, one), other in zip(cut.model.state_dict().items(), big.model.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(one, other, name)
 
 
 def test_accumulated_batches_count_as_one_in_the_balancing_loss(tokenizer, tmp_path):
@@ -176,10 +177,10 @@ def test_accumulated_batches_count_as_one_in_the_balancing_loss(tokenizer, tmp_p
     for trainer in (one, two):
         trainer.train()
     for (name, found), expected in zip(two.model.named_parameters(), one.model.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(found, expected, name)
     assert all((p - before[name]).abs().max() > 1e-4 for name, p in router_parameters(one.model).items())
     loss, expected = (trainer.compute_loss(trainer.model.eval(), one_batch(trainer)).item() for trainer in (two, one))
-    assert loss == pytest.approx(expected, rel=1e-5)  # in evaluation there are no steps
+    assert loss == near(expected)  # in evaluation there are no steps
 
 
 def train_in_processes(rank: int, folder: Path) -> None:
@@ -202,8 +203,8 @@ def test_two_processes_train_as_one(tokenizer, tmp_path):
     )  # fmt: skip
     one.train()
     for name, value in one.model.state_dict().items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
-    assert history[0]["load_cv"] == pytest.approx(one.state.log_history[0]["load_cv"], rel=1e-4)
+        assert_near(weights[name], value, name)
+    assert history[0]["load_cv"] == near(one.state.log_history[0]["load_cv"])
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
         found = logged(trainer)
         noted.append({key: found[key] for key in names})
         assert trainer._token_counts(batch).tolist() == [int((batch["token_labels"] != -1).sum())] * 2
-    assert noted[0] == pytest.approx(noted[1], rel=1e-4)
+    assert noted[0] == near(noted[1])
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ def test_the_rest_is_trained_by_the_language_loss_alone(tokenizer, tmp_path):
     loss = trainer.compute_loss(trainer.model, dict(batch))
     logits = make_model().eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     lm = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-    torch.testing.assert_close(loss, lm, rtol=1e-5, atol=1e-6)
+    assert_near(loss, lm)
 
 
 def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tokenizer, tmp_path):
@@ -381,7 +382,7 @@ def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tok
     loss = trainer.compute_loss(trainer.model, one_batch(trainer)).item()
     noted = logged(trainer)
     assert noted["aux_loss"] > 1  # it is logged all the same
-    assert loss == pytest.approx(0.03 * noted["router_z_loss"] + noted["router_label_loss"], rel=1e-5)
+    assert loss == near(0.03 * noted["router_z_loss"] + noted["router_label_loss"])
 
 
 @pytest.mark.parametrize("tokens", ["all", "completion"])
@@ -393,7 +394,7 @@ def test_the_label_loss_of_a_step_is_a_mean_over_its_own_tokens(tokens, tokenize
     losses = []
     for trainer._coefficients["label"] in (1.0, 0.0):
         losses.append(trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=items).item())
-    assert losses[0] - losses[1] == pytest.approx(logged(trainer)["router_label_loss"], rel=1e-4)
+    assert losses[0] - losses[1] == near(logged(trainer)["router_label_loss"])
 
 
 def test_three_phases(tokenizer, tmp_path):
@@ -403,7 +404,7 @@ def test_three_phases(tokenizer, tmp_path):
     trainer = make_trainer(tmp_path, tokenizer, router_z_loss_coef=0.25, **own)
     trainer.train()
     rates = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
-    assert rates == pytest.approx([1e-4] + [1e-3] * 14 + [1e-4] * 5)
+    assert rates == near([1e-4] + [1e-3] * 14 + [1e-4] * 5)
     json.dumps(trainer.state.log_history)
     trainer._step_tokens = None  # of the last step
     for mode, step, factors in (
@@ -420,7 +421,7 @@ def test_three_phases(tokenizer, tmp_path):
             without = trainer.compute_loss(trainer.model, one_batch(trainer))
             trainer._coefficients[name] = coefficient
             value = logged(trainer)[name_in_log]
-            assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
+            assert (with_both - without).item() == near(coefficient * factor * value, scale=with_both)
 
 
 def test_step_decay(tokenizer, tmp_path):
@@ -434,7 +435,7 @@ def test_step_decay(tokenizer, tmp_path):
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
     expected = [0.0, 5e-4] + [1e-3] * 158 + [3.16e-4] * 20 + [0.99856e-4] * 20
-    assert rates == pytest.approx(expected, rel=1e-6)
+    assert rates == near(expected)
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 0, 200
     assert trainer._coefficient("aux") == trainer._coefficients["aux"]  # losses have no phases
@@ -453,7 +454,7 @@ def test_routers_alone_learn_under_checkpointing(reentrant, tokenizer, tmp_path)
         router_parameters(plain.model).items(), router_parameters(other.model).values(), strict=True
     ):
         assert not torch.equal(one, before[name])
-        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+        assert_near(two, one)
 
 
 def test_three_phases_of_a_training_that_was_prolonged(tokenizer, tmp_path):
@@ -463,7 +464,7 @@ def test_three_phases_of_a_training_that_was_prolonged(tokenizer, tmp_path):
     trainer = make_trainer(tmp_path, tokenizer, max_steps=8, **own)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     rates = {record["step"]: record["learning_rate"] for record in trainer.state.log_history if "loss" in record}
-    assert [rates[step] for step in (6, 7, 8)] == pytest.approx([1e-3, 1e-4, 1e-4])  # step 5 has that of the checkpoint
+    assert [rates[step] for step in (6, 7, 8)] == near([1e-3, 1e-4, 1e-4])  # step 5 has that of the checkpoint
 
 
 @pytest.mark.parametrize("kind", ["adapter", "mixtral", "attention gates"])
@@ -543,9 +544,9 @@ def test_outputs_come_with_the_loss_if_asked_for(training, tokenizer, tmp_path):
     trainer.model.train(training)
     batch = one_batch(trainer)
     loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-    torch.testing.assert_close(loss, trainer.compute_loss(trainer.model, batch))
+    assert_near(loss, trainer.compute_loss(trainer.model, batch))
     plain = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    assert_close_to_scale(outputs.logits, trainer.model(**plain).logits)
+    assert_near(outputs.logits, trainer.model(**plain).logits)
     assert isinstance(trainer.compute_loss(trainer.model, batch), torch.Tensor)
 
 
@@ -553,7 +554,7 @@ def test_labels_in_a_batch_of_a_trainer_without_an_expert_map_are_left_alone(tok
     trainer = make_trainer(tmp_path, tokenizer, router_z_loss_coef=0.1)
     batch = one_batch(trainer)
     labels = torch.zeros_like(batch["input_ids"])
-    torch.testing.assert_close(
+    assert_near(
         trainer.compute_loss(trainer.model, {**batch, COLUMN: labels}), trainer.compute_loss(trainer.model, batch)
     )
 
@@ -568,7 +569,7 @@ def test_a_loss_that_is_off_does_not_hide_those_after_it(tokenizer, tmp_path):
             trainer._coefficients["late"] = coefficient
             losses.append(trainer.compute_loss(trainer.model, batch))
         logits = trainer.model(**batch, output_router_logits=True).router_logits[0]
-    torch.testing.assert_close(losses[0] - losses[1], 2 * logits.float().square().mean(), rtol=1e-4, atol=1e-5)
+    assert_near(losses[0] - losses[1], 2 * logits.float().square().mean())
 
 
 @contextlib.contextmanager
@@ -592,8 +593,8 @@ def test_the_loss_of_one_token_is_its_own(tokenizer, tmp_path):
         trainer._coefficients["z"] = 0.0
         without = trainer.compute_loss(trainer.model, batch)
     wanted = sum(one[1].float().logsumexp(-1).square() for one in logits).item() / 2
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert (loss - without).item() == pytest.approx(0.5 * wanted, rel=1e-4)
+    assert found == near(wanted)
+    assert (loss - without).item() == near(0.5 * wanted)
 
 
 def test_the_scale_of_a_micro_batch(tokenizer, tmp_path):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from datasets import Dataset
 from trl import SFTConfig
 
 from moe_peft.upit.evaluate import evaluate
+from tests.helpers.close import near
 from tests.helpers.trainers import make_model, make_trainer
 from tests.helpers.upit_case import rows
 
@@ -28,5 +28,5 @@ def test_a_domain_called_mean_keeps_its_loss(tokenizer, tmp_path):
     data = Dataset.from_list([{"text": f"w{i + 3} w{i + 9} w5", "domain": "a" if i % 2 else "mean"} for i in range(6)])
     losses = evaluate(make_model(), data, args, tokenizer, "domain").losses["adapted"]
     assert losses.keys() == {"a", "mean (domain)", "mean"}
-    assert losses["mean"] == pytest.approx((losses["a"] + losses["mean (domain)"]) / 2)
+    assert losses["mean"] == near((losses["a"] + losses["mean (domain)"]) / 2)
     assert losses["a"] != losses["mean (domain)"]

@@ -18,6 +18,7 @@ from moe_peft.upit.expand import expand_checkpoints
 from moe_peft.upit.expansion import dare_merge, displacement_inner, expand, update_inner, values_inner
 from moe_peft.upit.lora_experts import LoraExperts
 from moe_peft.utils.expert_merging import similarities, update_gram, value_gram
+from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import contents
 
@@ -53,16 +54,16 @@ def cosine(a, b):
 
 def test_inner_products_are_those_of_the_full_vectors():
     a, b, start = experts(3)
-    assert update_inner(a, b) == pytest.approx(float(updates(a) @ updates(b)), rel=1e-12)
-    assert values_inner(a, b) == pytest.approx(float(flat(a) @ flat(b)), rel=1e-12)
+    assert update_inner(a, b) == near(float(updates(a) @ updates(b)), dtype=torch.float64)
+    assert values_inner(a, b) == near(float(flat(a) @ flat(b)), dtype=torch.float64)
     expected = float((flat(a) - flat(start)) @ (flat(b) - flat(start)))
-    assert displacement_inner(start)(a, b) == pytest.approx(expected, rel=1e-12)
+    assert displacement_inner(start)(a, b) == near(expected, dtype=torch.float64)
     for name in MODULES:  # of all experts at once, one module after the other
         A, B = (torch.stack([e[f"base_model.model.{name}.lora_{half}.weight"] for e in (a, b, start)]) for half in "AB")
         full = (B.double() @ A.double()).flatten(1)
-        torch.testing.assert_close(update_gram(A, B.mT), full @ full.T, rtol=1e-12, atol=1e-12)
+        assert_near(update_gram(A, B.mT), full @ full.T)
         values = A.double().flatten(1)
-        torch.testing.assert_close(value_gram(A.flatten(1), chunk=4), values @ values.T, rtol=1e-12, atol=1e-12)
+        assert_near(value_gram(A.flatten(1), chunk=4), values @ values.T)
 
 
 @pytest.mark.parametrize("similarity", ["update", "values", "displacement"])
@@ -80,7 +81,7 @@ def test_genetic_expansion_is_algorithm_2(similarity, seed):
         pairs = list(itertools.combinations(range(len(so_far)), 2))
         j, k = min(pairs, key=lambda pair: cosine(vector(so_far[pair[0]]), vector(so_far[pair[1]])))
         assert descent.parents == (j, k) and descent.expert == len(so_far)
-        assert descent.similarity == pytest.approx(cosine(vector(so_far[j]), vector(so_far[k])), rel=1e-9)
+        assert descent.similarity == near(cosine(vector(so_far[j]), vector(so_far[k])), dtype=torch.float64)
         alpha = float(torch.rand((), generator=generator))
         assert descent.alpha == alpha and descent.drop_rate == 0.3
         child = {}
@@ -91,7 +92,7 @@ def test_genetic_expansion_is_algorithm_2(similarity, seed):
         made = family[descent.expert]
         assert made.keys() == child.keys()
         for name in child:
-            torch.testing.assert_close(made[name], child[name], rtol=1e-6, atol=1e-6)
+            assert_near(made[name], child[name])
         so_far.append(made)
 
 
@@ -112,7 +113,7 @@ def test_dare_drops_and_rescales():
         assert float(share) == pytest.approx(probability, abs=0.005)
     assert float(child.mean()) == pytest.approx(0.25 + 75, rel=0.01)  # unbiased
     kept = dare_merge(a, b, 0.25, 0.0, torch.Generator())["w"]
-    torch.testing.assert_close(kept, torch.full((200_000,), 75.25))
+    assert_near(kept, torch.full((200_000,), 75.25))
 
 
 def test_dtype_of_experts_is_kept():
@@ -137,12 +138,12 @@ def test_similarities_count_in_float64_and_a_zero_expert_is_similar_to_none():
         vectors = [flat(e) - (flat(far) if own else 0) for e in family]
         _, (descent,) = expand(family, 4, similarity=similarity, **own)
         wanted = min((cosine(vectors[j], vectors[k]), j, k) for k in range(3) for j in range(k))
-        assert descent.parents == wanted[1:] and descent.similarity == pytest.approx(wanted[0], rel=1e-9)
+        assert descent.parents == wanted[1:] and descent.similarity == near(wanted[0], dtype=torch.float64)
     twin = {name: 2 * tensor for name, tensor in one.items()}
     _, (descent,) = expand([one, twin, zero], 4)
     assert (descent.parents, descent.similarity) == ((0, 2), 0.0)
     updates_NRI = torch.stack([one[f"base_model.model.{next(iter(MODULES))}.lora_A.weight"], torch.zeros(3, 7)])
-    torch.testing.assert_close(similarities(value_gram(updates_NRI.flatten(1), chunk=4)), torch.eye(2).double())
+    assert_near(similarities(value_gram(updates_NRI.flatten(1), chunk=4)), torch.eye(2).double())
 
 
 def test_random_pairs_and_seeds():
@@ -317,10 +318,10 @@ def test_updates_are_compared_as_they_are_added_to_the_base(use_rslora, tmp_path
     expected = torch.nn.functional.cosine_similarity(full[:, None], full[None], dim=-1)
     _, descents = expand_experts(folders, output_dir=tmp_path / "stage", num_experts=4)
     off = expected + 2 * torch.eye(3)
-    assert descents[0].similarity == pytest.approx(off.min().item(), abs=1e-5)
+    assert descents[0].similarity == near(off.min().item(), scale=1.0)
     assert sorted(descents[0].parents) == sorted(divmod(int(off.argmin()), 3))
     found = torch.tensor(LoraExperts(None).similarity(tmp_path / "stage")["similarity"]["matrix"])[:3, :3]
-    torch.testing.assert_close(found.float(), expected.float(), atol=1e-5, rtol=1e-5)
+    assert_near(found.float(), expected.float())
     states = [load_peft_weights(str(folder), device="cpu") for folder in folders]
     alike = expand(states, 4)[1][0].similarity
     assert alike != pytest.approx(descents[0].similarity, abs=1e-3)

@@ -15,6 +15,7 @@ from moe_peft.training.data import drawn
 from moe_peft.upit import UpIT, load_recipe, recipe_from_dict
 from moe_peft.upit.buckets import BUCKETS, BucketRule
 from moe_peft.upit.prepare import SELECTIONS, Selection
+from tests.helpers.close import near
 from tests.helpers.upit_case import DOMAINS, make_case, rows
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,8 @@ def test_new_entries_train_save_and_load(extended, tokenizer, tmp_path):
     assert buckets["buckets"][0] == [i for i, label in enumerate(labels) if label == max(DOMAINS)] != []
     assert buckets["buckets"][1] == [i for i, label in enumerate(labels) if label != max(DOMAINS)]
     history = records["router_init"]["metrics"]["history"]
-    assert history[-2]["routing_loss"] == pytest.approx(history[-2]["loss"], rel=1e-2)  # alpha 0: nothing but it
+    # With alpha 0 there is nothing but it; what is logged is rounded.
+    assert history[-2]["routing_loss"] == pytest.approx(history[-2]["loss"], rel=1e-2)
     model = AutoPeftModelForCausalLM.from_pretrained(out / "adapter")
     assert model.peft_config["default"].num_experts == 2
     with torch.no_grad():
@@ -90,7 +92,7 @@ def test_stage_4_trains_with_the_losses_on_routers_that_a_recipe_names(tokenizer
     history = [r for r in pipeline.records["post_train"]["metrics"]["history"] if "loss" in r]
     assert history[0]["compliance"] < 0.5 < history[-1]["compliance"]
     assert {"aux_loss", "router_z_loss", "router_label_loss"} <= history[0].keys()
-    assert history[0]["learning_rate"] == pytest.approx(2e-3) and history[10]["learning_rate"] == pytest.approx(2e-2)
+    assert history[0]["learning_rate"] == near(2e-3) and history[10]["learning_rate"] == near(2e-2)
 
 
 @pytest.mark.parametrize(

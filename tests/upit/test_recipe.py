@@ -8,6 +8,7 @@ import yaml
 from moe_peft.upit import load_recipe, recipe_from_dict
 from moe_peft.upit.buckets import BUCKETS
 from moe_peft.upit.context import budget
+from tests.helpers.close import near
 
 MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
 
@@ -151,7 +152,7 @@ def test_every_method_has_the_same_budget():
         assert passes.prepare + passes.post_train == 4, method
         within = recipe(method=method, num_train_epochs=4, router_init={"within_budget": True})
         passes = budget(within, 1000)
-        assert passes.prepare + passes.router_init + passes.post_train == pytest.approx(4), method
+        assert passes.prepare + passes.router_init + passes.post_train == near(4), method
     upit = budget(recipe(router_init={"seed_fraction": 0.1, "num_train_epochs": 4}), 1000)
     assert (upit.prepare, upit.router_init, upit.post_train) == (2, 0.4, 2)
     assert budget(recipe(), 100).router_init == 8 / 100 * 4  # never less than one example an expert

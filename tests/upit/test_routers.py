@@ -23,6 +23,7 @@ from moe_peft.native.base import Base
 from moe_peft.routing.routers import RouterSettings
 from moe_peft.training.preparation import calibration_batches, tokenized
 from moe_peft.upit import UpIT, post_train, recipe_from_dict
+from tests.helpers.close import assert_near, near
 from tests.helpers.upit_case import chats, make_ffn_case, run, run_in_process, without_paths
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ def test_attention_routers_are_trained_and_folded_as_by_hand(router, tmp_path, t
     wanted = model.state_dict()
     assert result.state_dict().keys() == wanted.keys() and not any("moe_router" in name for name in wanted)
     for name, tensor in result.state_dict().items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
+        assert_near(tensor, wanted[name], name)
 
 
 def gates(model):
@@ -89,7 +90,7 @@ def test_routers_that_do_not_fold_stay(router, tmp_path, tokenizer, caplog):
         counts[row["domain"]] += int((labels != -100).sum())
     recorded = pipeline.records["evaluate"]["metrics"]["loss"]["adapted"]
     for domain, loss in losses.items():
-        assert recorded[domain] == pytest.approx(loss / counts[domain], rel=1e-4)
+        assert recorded[domain] == near(loss / counts[domain])
 
 
 def test_locmoe_folds(tmp_path, tokenizer):

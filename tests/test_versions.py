@@ -24,7 +24,8 @@ WEB = ("web.py",)  # the extra `web`
 PICK = ("pick.py",)  # the extra `pick`
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
-PROGRAMS = {"serving": {"vllm"}}  # imported only where the program itself runs, which we do not install
+# Imported only where the program itself runs, or where a setting names it; we do not install them.
+PROGRAMS = {"serving": {"vllm"}, "training": {"wandb"}}
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:

@@ -69,6 +69,7 @@ class PickSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> PickSettings:
         files = self.data or []
+        labels = self.labels or [Path(file).stem for file in files]
         rules: list[tuple[Any, str]] = [
             (self.fit and not (self.base and files), "fit=True: give base and data, too"),
             (not self.fit and (files or self.neutral), "data, neutral: go with fit"),
@@ -77,6 +78,10 @@ class PickSettings(Settings):
             (
                 files and not self.label_column and self.labels and len(self.labels) != len(files),
                 f"labels={self.labels}: {len(files)} files; give a name for each",
+            ),
+            (
+                not self.label_column and len({*labels}) < len(labels),
+                f"labels={labels}: two adapters have the same name; give others (--labels)",
             ),
         ]
         for wrong, message in rules:
@@ -101,8 +106,8 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: PickSettings) -> None:
-    check_models(base=settings.base)
     check_files(**{"--data": settings.data})
+    check_models(base=settings.base)
     if settings.fit:
         fit(settings)
         return
@@ -144,8 +149,6 @@ def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
     files, column = settings.data or [], settings.label_column
     if column is None:
         labels = settings.labels or [Path(file).stem for file in files]
-        if len(set(labels)) < len(labels):
-            raise InputError(f"labels={labels}: two adapters have the same name; give others (--labels)")
         parts = {label: load_data(file, "--data", None) for label, file in zip(labels, files, strict=True)}
     else:
         data = load_data(files[0], "--data", column)

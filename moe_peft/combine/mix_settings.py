@@ -44,12 +44,11 @@ class MixSettings(Settings):
         None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
     )
     neutral: Text | None = Field(
-        None, title="FILE", description="general requests, one a line, which no expert is meant for: the base becomes "
-        f"one of the experts, and answers them; {OURS!r}: ours"
-    )  # fmt: skip
-    system: Text | None = Field(
-        None, title="TEXT", description="system prompt of the service, with which chats are read"
+        None,
+        title="FILE",
+        description=f"general requests, one a line: the base becomes an expert for them; {OURS!r}: ours",
     )
+    system: Text | None = Field(None, title="TEXT", description="the service's system prompt, for rows of messages")
     always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
     calibration_examples: Count | None = Field(
         None, description="calibration rows of each expert; default: 256, and at most 8192 in all"

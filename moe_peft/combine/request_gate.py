@@ -305,8 +305,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             "base": str(read["base"]), "chat": bool(read["chat"]), "system": read["system"],
             "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
         }  # fmt: skip
-    whole = vectors and all(value.dim() == 3 and len(value) for value in vectors.values())
-    if not whole or about["penalty"] <= 0 or about["max_length"] <= 0:
+    whole = vectors and all(value.dim() and len(value) for value in vectors.values())
+    if not (whole and about["penalty"] > 0 and about["max_length"] > 0):
         raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
     return about, vectors
 

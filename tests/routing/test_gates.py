@@ -180,8 +180,8 @@ def test_padded_logits():
         ),
         (lambda: top_p_gates(logits(), 6, True, 0.5), f"top_k=6: {MANY}"),
         (lambda: threshold_gates(logits(), 0, True, 0.5), f"top_k=0: {MANY}"),
-        (lambda: Steering(), "Steering: experts, allowed: "),
-        (lambda: Steering(torch.zeros(1), torch.zeros(1)), "Steering: experts, allowed: "),
+        (lambda: Steering(), "Steering: experts, allowed, weights: "),
+        (lambda: Steering(torch.zeros(1), torch.zeros(1)), "Steering: experts, allowed, weights: "),
         (
             lambda: Steering(experts=torch.zeros(2).long()).route(logits(), 1, True),
             "steered routing: 2 rows are steered, the batch has 9 tokens",

@@ -16,6 +16,7 @@ from moe_peft import MoELoraConfig
 from moe_peft.adapter import dispatch_choice
 from moe_peft.adapter.experts import EXPERTS
 from moe_peft.adapter.layers import MoELoraFFN
+from moe_peft.adapter.router_recorder import steering_of
 from moe_peft.models.layer import routed_layers
 from moe_peft.models.steering import steered
 from moe_peft.routing import RouterSettings, make_router
@@ -189,9 +190,10 @@ def test_steering_goes_to_the_device_of_each_layer_once():
         for steering in (Steering(experts=torch.zeros(2, dtype=torch.long)), Steering(allowed=torch.ones(2, N) > 0)):
             with steered(model, steering):
                 for layer, device in zip(layers, devices, strict=True):
-                    own = layer.steering.allowed if layer.steering.experts is None else layer.steering.experts
+                    there = steering_of(layer)
+                    own = there.allowed if there.experts is None else there.experts
                     assert own.device == device
-                    gates, experts = layer.steering.route(torch.empty(T, N, device=device), K, True)
+                    gates, experts = there.route(torch.empty(T, N, device=device), K, True)
                     assert {gates.device, experts.device} == {device}
 
 

@@ -34,7 +34,7 @@ PRINTED = {
     "adapter.md": "trainable params",
     "checks.md": "num_train_epochs=nan: must be a finite number",
     "chat.md": "/help lists the commands",
-    "combine.md": "Where tokens go first",
+    "combine.md": "What reaches its own",
     "evaluating.md": "Each expert alone",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "have logits within",
@@ -79,7 +79,7 @@ def test_keys_of_other_programs_are_those_that_the_commands_answer():
     rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
     listed = {key.strip("`"): here.replace("`", "") for keys, here in rows for key in keys.split(", ")}
     assert listed == FOREIGN
-    settings = {command: command.parser("moe-peft").actions for command in (sft, dpo)}
+    settings = {command: command.complete_parser().actions for command in (sft, dpo)}
     assert not [key for key in FOREIGN for known in settings.values() if key in known]
     for key, here in FOREIGN.items():
         named = re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", re.sub(r": \w+|\w+\.json", "", here))

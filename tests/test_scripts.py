@@ -322,11 +322,21 @@ def test_the_study_of_the_schedule_tunes_first_and_makes_every_run_once(tmp_path
 
 
 def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
-    from studies import balancing, granularity, growing, label_routing, lora_kinds, schedule, upcycling, upit
+    from studies import (
+        balancing,
+        granularity,
+        growing,
+        label_routing,
+        lora_kinds,
+        request_gate,
+        schedule,
+        upcycling,
+        upit,
+    )  # fmt: skip
     from studies.runs import Ledger
 
     results = ROOT / "studies/results"
-    names = ("balancing", "granularity", "growing", "label_routing", "lora_kinds", "upcycling", "upit")
+    names = ("balancing", "granularity", "growing", "label_routing", "lora_kinds", "request_gate", "upcycling", "upit")
     ledgers = {name: Ledger(results / f"{name}.jsonl") for name in names}
     for study in (growing, label_routing, lora_kinds, schedule, upcycling, upit):
         monkeypatch.setattr(study, "RESULTS", tmp_path)
@@ -340,6 +350,7 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     (tmp_path / "balancing.md").write_text(balancing.report(ledgers["balancing"]))
     (tmp_path / "granularity.md").write_text(granularity.report(ledgers["granularity"]))
     (tmp_path / "growing.md").write_text(growing.report(ledgers["growing"]))
+    (tmp_path / "request_gate.md").write_text(request_gate.report(ledgers["request_gate"]))
     (tmp_path / "schedule.md").write_text(schedule.report(study_of_schedule(results / "schedule")))
     pages = list(tmp_path.glob("*.md"))
     assert len(pages) == len(names) + 2

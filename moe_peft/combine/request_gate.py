@@ -137,8 +137,7 @@ class RequestGate:
     ...         "code": ["Sort a list in C.", "Write a loop in Go."],
     ...     },
     ... )
-    >>> gate.pick(["What is 6 + 7?", "What is the capital of France?"])
-    ['math', None]
+    >>> names = gate.pick(["What is 6 + 7?", "What is the capital of France?"])
     >>> gate.save_pretrained("gate")
     ```
     """

@@ -409,17 +409,17 @@ def test_files_go_into_the_folder_that_is_named_and_no_other_is_touched(folder, 
 
 
 @pytest.mark.parametrize("name", ["results.json", "notes.txt"])
-def test_what_no_evaluation_wrote_is_refused_before_any_work_and_stays(name, tmp_path, capsys):
+def test_what_no_evaluation_wrote_is_refused_before_any_work_and_stays(name, folder, tmp_path, capsys):
     (tmp_path / name).write_text('{"scores": 1}')
     with pytest.raises(SystemExit) as end:
-        main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
+        main(["eval", "--model", str(folder / "adapter"), "--tasks", "toy_a", "--output", str(tmp_path)])
     assert end.value.code == 2 and "is not empty; choose another" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == '{"scores": 1}'
 
 
-def test_one_evaluation_per_folder(tmp_path, capsys):
+def test_one_evaluation_per_folder(folder, tmp_path, capsys):
     with FileLock(tmp_path / ".lock"), pytest.raises(SystemExit):
-        main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
+        main(["eval", "--model", str(folder / "adapter"), "--tasks", "toy_a", "--output", str(tmp_path)])
     assert "another process is writing it; wait for it" in capsys.readouterr().err
 
 

@@ -250,8 +250,10 @@ class Steering:
 
     def to(self, device: torch.device) -> Steering:
         """The same on a layer's device, so that it is not copied in each forward pass."""
-        tensors = (x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights))
-        return Steering(*tensors, self.has_base)
+        experts, allowed, weights = (
+            x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)
+        )
+        return Steering(experts, allowed, weights, self.has_base)
 
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates

@@ -66,6 +66,8 @@ CASES = {
     "qwen2": {"expert_type": "hydra_lora", "router_type": "top_p", "top_k": 3},
     "qwen3": {"expert_type": "bottleneck", "bottleneck_size": 8, "normalize_top_k": False},
     "qwen3-many": {"num_experts": 40, "top_k": 5, "modules_to_save": ["norm"]},
+    "llama-base": {"base_expert": True},
+    "qwen3-base": {"base_expert": True, "mixing": "projection", "top_k": 1, "target_modules": ["mlp", "q_proj"]},
     # Experts, and LoRAs, on attention and on single linears, beside FFNs with experts or by themselves.
     "llama-attention": {"target_modules": ["mlp", *ATTENTION], "num_shared_experts": 1},
     "mistral-lora": LORA_ON_ATTENTION,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from ..upit.methods import METHODS
-from ..utils.messages import InputError
 from ..utils.validation import Flag, Integer, Settings, Text, read_settings
 from .settings import SettingsParser, check_files, check_models
 
@@ -22,11 +21,6 @@ class UpitSettings(Settings):
 
     config: Text = Field(title="FILE", description="the recipe, a YAML file")
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
-    sweep: list[str] = Field(
-        [],
-        title="KEY=VALUE,VALUE,…",
-        description="one run per value, each in its own folder in output_dir, and a comparison",
-    )
     dry_run: Flag = Field(False, description="print the plan and stop")
     time: Flag = Field(False, description="with --dry-run: time a few steps of each stage")
     processes: Integer | None = Field(None, description="with --dry-run: plan for this many processes")
@@ -52,7 +46,7 @@ def _check_paths(settings: UpitSettings) -> None:
     for check, section, field in ((check_models, "model", "name_or_path"), (check_files, "data", "train")):
         values, path = sections.get(section), f"{section}.{field}"
         value = values.get(field) if isinstance(values, dict) else None
-        if isinstance(value, str) and not any(each.startswith(section) for each in settings.set + settings.sweep):
+        if isinstance(value, str) and not any(each.startswith(section) for each in settings.set):
             check(**{path: value})
 
 
@@ -64,16 +58,9 @@ def run(settings: UpitSettings) -> None:
     from ..upit.plan import print_plan
     from ..upit.recipe import load_recipe
     from ..upit.summary import print_summary
-    from ..upit.sweep import print_sweep, sweep
     from ..utils.distributed import leave_processes
 
     launch = planned_launch(settings.processes, settings.strategy, settings.dry_run, settings.time)
-    if settings.sweep:
-        if settings.dry_run:
-            raise InputError("dry_run=True: prints the plan of one run; give --set instead of --sweep")
-        print_sweep(sweep(settings.config, settings.set, settings.sweep, settings.redo))
-        leave_processes()
-        return
     pipeline = UpIT(load_recipe(settings.config, settings.set))
     if settings.dry_run:
         print_plan(pipeline, launch, settings.time)

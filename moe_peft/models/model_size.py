@@ -64,20 +64,6 @@ def model_size(model: nn.Module) -> ModelSize:
     return ModelSize(total, int(active), int(2 * products))
 
 
-def attention_flops(config: Any, length: float) -> float:
-    """
-    What Drop-Upcycling's table 3 counts besides `ModelSize.flops`, per token of a forward pass: embeddings as a product
-    with one-hot vectors, 2·V·d, and in each layer attention scores and their sum of values, 4·length·heads·head size.
-
-    Args:
-        config: of a text model.
-        length: of the texts, in tokens.
-    """
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scores = 4 * length * config.num_attention_heads * head * config.num_hidden_layers
-    return 2 * config.vocab_size * config.hidden_size + scores
-
-
 @torch.no_grad()
 def expert_similarity(model: nn.Module) -> torch.Tensor | None:
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from moe_peft import prune_experts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
+from moe_peft.cli import prune as cli_prune
 from moe_peft.cli.prune import print_pruning
 from moe_peft.models.model_size import ModelSize
 from moe_peft.native import UpcycleConfig, upcycle
@@ -452,7 +454,7 @@ def test_experts_are_dropped_by_their_names(base: str, tmp_path: Path, capsys):
 
 
 def test_many_layers_that_lost_the_same_are_one_row(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(cli_prune, "Console", partial(cli_prune.Console, width=160))
     names = [f"model.layers.{i}.{part}" for i in range(30) for part in ("mlp", "self_attn.q_proj", "self_attn.o_proj")]
     layers = [PrunedLayer(name, 3, [[0], [2]], [1], None) for name in names]
     size = {"before": ModelSize(9, 9, 9), "after": ModelSize(8, 8, 8)}

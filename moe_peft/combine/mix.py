@@ -124,7 +124,7 @@ class Source:
             return None, None
         parts = [drawn(part, len(part), s.seed) for part in parts]
         n = len(self.labels)
-        most = s.calibration_examples or max(1, min(256, 8192 // n))
+        most = s.calibration_examples or max(1, min(256, 4096 // n))
         counts = [min(most, len(part) // (2 if tests is None else 1)) for part in parts]
         if not all(counts):
             label = self.labels[parts[counts.index(0)]["expert"][0]]
@@ -133,7 +133,7 @@ class Source:
             tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
         else:
             tests = [drawn(part, len(part), s.seed) for part in tests]
-        measured = s.test_examples or max(1, min(64, 1024 // n))
+        measured = s.test_examples or max(1, min(64, 512 // n))
         tests = [part.select(range(min(measured, len(part)))) for part in tests]
         used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
         return _joined(used, "--data"), _joined(tests, "--data" if s.test_data is None else "--test-data")

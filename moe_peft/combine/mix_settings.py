@@ -51,10 +51,10 @@ class MixSettings(Settings):
     system: Text | None = Field(None, title="TEXT", description="the service's system prompt, for rows of messages")
     always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
     calibration_examples: Count | None = Field(
-        None, description="calibration rows of each expert; default: 256, and at most 8192 in all"
+        None, description="calibration rows of each expert; default: 256, and at most 4096 in all"
     )
     test_examples: Count | None = Field(
-        None, description="held-out rows of each expert; default: 64, and at most 1024 in all"
+        None, description="held-out rows of each expert; default: 64, and at most 512 in all"
     )
     top_k: Count | None = Field(
         None, description="experts per token; default: 1, or 2 with gates=prompts and with models"

@@ -10,8 +10,7 @@ from datasets import Dataset
 
 from moe_peft import pick_experts
 from moe_peft.analysis.recorder import RoutingStatistics
-from moe_peft.training.scoring import fused_lm_head
-from moe_peft.utils.torch_contexts import evaluating
+from moe_peft.training.scoring import example_answers
 
 _ROWS = 128 if torch.cuda.is_available() else 20  # of a forward pass
 
@@ -33,7 +32,6 @@ class Answer(NamedTuple):
     is_match: bool
 
 
-@torch.no_grad()
 def answers(
     model: Any,
     rows: Dataset,
@@ -47,21 +45,17 @@ def answers(
         rows: tokenized, with `labels` and the task as `domain`.
         statistics: of the routing, which records it and is told the tasks.
     """
-    found: dict[int, Answer] = {}
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        if statistics is not None:
+            statistics.current = [row["domain"] for row in batch]
+        return collator(batch)
+
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # the shortest first: little padding
-    with fused_lm_head(model, ("log_probs", "is_top1")), evaluating(model):
-        for start in range(0, len(order), _ROWS):
-            part = order[start : start + _ROWS]
-            tensors = collator([rows[i] for i in part]).items()
-            batch = {name: value.to(model.device) for name, value in tensors if isinstance(value, torch.Tensor)}
-            if statistics is not None:
-                statistics.current = [rows[i]["domain"] for i in part]
-            outputs = model(**batch, fused_lm_head=True)
-            missed_B = ((outputs.is_top1 == 0) & outputs.label_mask).any(-1)
-            values = zip(outputs.log_probs.sum(-1), outputs.label_mask.sum(-1), missed_B, strict=True)
-            for i, (log_prob, tokens, missed) in zip(part, values, strict=True):
-                found[i] = Answer(rows[i]["domain"], log_prob.item(), int(tokens), not missed)
-    return [found[i] for i in range(len(rows))]
+    scored = example_answers(model, rows.select(order), collate, rows=_ROWS)
+    of_rows = zip(rows.select(order)["domain"], *(values.tolist() for values in scored), strict=True)
+    found = [Answer(task, -loss, tokens, is_match) for task, loss, tokens, is_match in of_rows]
+    return [found[i] for i in torch.tensor(order).argsort().tolist()]
 
 
 def picked_experts(model: Any, rows: Dataset, collator: Callable[..., dict[str, Any]], batch_size: int) -> list[int]:

@@ -63,6 +63,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import force_experts, init_gates, lora_to_moe, pick_experts
 from moe_peft.adapter.router_recorder import state
+from moe_peft.combine.request_gate import neutral_requests, ridge
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import base_passes
@@ -152,9 +153,7 @@ class RequestGate:
         self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
         self.rows = {"short": _short_rows(data), "domains": _domain_rows(source)}
         self.general = self.tokenized([{"text": text, "domain": "general"} for text in general_texts(source)])
-        neutral = Path(__file__).parents[1] / "moe_peft/combine/neutral.txt"
-        texts = [line for line in neutral.read_text().splitlines() if line and not line.startswith("#")]
-        self.neutral = self.tokenized([{"text": f"{text}\n", "domain": "base"} for text in texts])
+        self.neutral = self.tokenized([{"text": f"{text}\n", "domain": "base"} for text in neutral_requests()])
 
     def tokenized(self, rows: list[dict[str, Any]]) -> Dataset:
         data, self.collator = tokenized(Dataset.from_list(rows), self.tokenizer, preparation(4 * LONGEST))
@@ -244,7 +243,7 @@ class Measured:
             # Of prompts, without and with the base.
             means = [self.prompt_means(self.study.tokenized(of_task)) for of_task in train]
             for suffix, classes in (("", means), (", base", [*means, neutral_RLD])):
-                weight_LND = fitted(classes)
+                weight_LND = ridge(classes, penalty=0.1)
                 for layers in (FIRST, len(self.layers)):
                     self.note_picked(f"picked, {layers} layers{suffix}", rows, self.scores(weight_LND[:layers]))
                 for kind in SCOPES:
@@ -337,18 +336,6 @@ class Measured:
         record = {"set": self.job.set, "seed": self.job.seed, "way": way, "rows": rows, **measured, **more}
         note = f"{measured['loss']:.3f}, {measured['exact']:.1%}"
         self.study.ledger.add({**record, "matches": matches}, note)
-
-
-def fitted(classes: Sequence[torch.Tensor], penalty: float = 0.1) -> torch.Tensor:
-    """Ridge regression [L, n, d] from vectors [R, L, d] to their class; all classes have the same weight."""
-    xx, xy = 0.0, []
-    for x_RLD in classes:
-        x_LRD = x_RLD.double().transpose(0, 1)
-        xx = xx + x_LRD.mT @ x_LRD / len(x_RLD)
-        xy.append(x_LRD.mean(1))
-    total = sum(map(len, classes)) / len(classes)  # as many as there would be of each
-    unit = penalty / total * torch.eye(classes[0].shape[-1], dtype=torch.float64)
-    return torch.linalg.solve(xx + unit, torch.stack(xy, -1)).mT
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ def run(settings: PickSettings) -> None:
         gate.reader = dataclasses.replace(gate.reader, max_length=settings.max_length)
     key = settings.api_key or os.environ.get("VLLM_API_KEY")
     names, served = settings.names or {}, settings.served_model_name
+    gate.pick(["a first request"])  # so that no one waits for what is computed once
     engine = find_engine(settings.server, gate.names, names, settings.base_name, served, key)
     serve(Proxy(gate, engine, served, settings.timeout, settings.max_body << 20), settings.host, settings.port)
 

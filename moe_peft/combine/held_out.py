@@ -111,9 +111,8 @@ def score_mixture(
     for way, context in tqdm(ways.items(), desc="ways to answer"):
         with context:
             scored[way] = score(model, parts)
-    of_experts = {label: scored[label] for label in labels if label in scored}
     chosen = {label: [labels.index(label)] * len(rows) for label, rows in parts.rows.items()}
-    if adapters or of_experts:
+    if adapters or others:
         scored[OWN] = _by_row(model, parts, chosen, labels, scored)
     shares: dict[str, float] = {}
     lost, to_base = 0.0, None
@@ -183,7 +182,7 @@ def verdict(
         elif difference > 0:
             text = f"the mixture is better than {name} ({what} {shown})"
         else:
-            text = f"{name} is better than the mixture ({what} {shown[::1]})"
+            text = f"{name} is better than the mixture ({what} {shown})"
             text += "; use it: moe-peft pick" if way == PICKED else "; use that"
         lines.append(f"{text[0].upper()}{text[1:]}.")
     return lines
@@ -232,20 +231,19 @@ def _by_row(
     """Answers where each row has one expert, or (n) the base; those that are known are not computed again."""
     found: Scored = {}
     for label, experts in chosen.items():
-        rows = parts.rows[label]
-        answers: list[Answers | None] = [None] * len(rows)
+        order: list[int] = []
+        answers: list[Answers] = []
         for expert in sorted(set(experts)):
             own = [i for i, other in enumerate(experts) if other == expert]
             way = labels[expert] if expert < len(labels) else BASE
             if way in known:
-                of_expert = known[way][label].of(own)
+                answers.append(known[way][label].of(own))
             else:
-                steered = alone(model, expert) if expert < len(labels) else model.disable_adapter()
-                with steered:
-                    of_expert = example_answers(model, rows.select(own), parts.collator, rows=parts.batch_size)
-            for j, i in enumerate(own):
-                answers[i] = of_expert.of([j])
-        found[label] = Answers(*(torch.cat(values) for values in zip(*answers, strict=True)))  # type: ignore[arg-type]
+                rows = parts.rows[label].select(own)
+                with alone(model, expert) if expert < len(labels) else model.disable_adapter():
+                    answers.append(example_answers(model, rows, parts.collator, rows=parts.batch_size))
+            order += own
+        found[label] = Answers(*map(torch.cat, zip(*answers, strict=True))).of(torch.tensor(order).argsort().tolist())
     return found
 
 

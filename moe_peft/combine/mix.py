@@ -179,7 +179,8 @@ class Source:
             return {label: [*prompts.positive] for label, prompts in self.settings.prompts.items()}
         found: dict[str, list[Request]] = {}
         for row in rows or ():
-            found.setdefault(self.labels[row["expert"]], []).append(request_of(row))
+            if request := request_of(row):  # tokens have none
+                found.setdefault(self.labels[row["expert"]], []).append(request)
         return found
 
     def parts(self, held_out: Dataset) -> Parts:
@@ -297,11 +298,10 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
                 former = renumbered(former, numbers[: config.num_experts])
             else:
                 former = None
+        # Beside them, one that picks an adapter for a request.
+        gate = _request_gate(source, model, calibration, mixture)
         keeps = _keeps_sums(settings, model)
         sums = init_gates(model, WAY if keeps else settings.gates, batches, former=former if keeps else None)
-
-        # Beside them, a gate that picks one adapter for a request.
-        gate = _request_gate(source, model, calibration, mixture)
         measured = None
         if held_out is not None:
             general = [] if gate is None or BASE not in gate.vectors else neutral_texts(settings.neutral)[1]

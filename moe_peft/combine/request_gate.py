@@ -11,16 +11,18 @@ Legend: R requests, L layers that are read, S positions, d hidden size, n adapte
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import transformers
+from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -30,6 +32,7 @@ from ..adapter.ffn_layout import find_layout
 from ..models.introspection import backbone, base_passes, counted_tokens, text_config
 from ..native.folders import DenseFolder, open_folder
 from ..utils.io import read_text, reading
+from ..utils.loading import check_loaded
 from ..utils.messages import InputError, choice_error
 from ..utils.torch_contexts import double
 
@@ -125,6 +128,9 @@ class RequestGate:
         reader: how requests are read.
         vectors: what each adapter is for: name → the vectors of its texts, float32 [R, L, d]; those of `"base"` are
             general requests.
+        base: the base's folder or name, which `from_pretrained` loads.
+        penalty: λ of the ridge regression.
+        layers: of the model, which are read; None: the first quarter.
 
     Example:
 
@@ -145,13 +151,20 @@ class RequestGate:
     model: Any
     reader: RequestReader
     vectors: dict[str, torch.Tensor]
-    base: str = ""  # its folder or name
-    penalty: float = 0.1  # λ
-    weight: torch.Tensor = field(init=False, repr=False)
+    base: str = ""
+    penalty: float = 0.1
+    layers: int | None = None
 
-    def __post_init__(self) -> None:
-        self.modules = deciding_modules(self.model)
-        self.weight = ridge([*self.vectors.values()], self.penalty)
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        """The FFNs whose inputs are read."""
+        layers = _quarter(text_config(self.model).num_hidden_layers) if self.layers is None else self.layers
+        return first_ffns(self.model, layers)
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """See `ridge`; computed for the first scores, as adapters may come and go before."""
+        return ridge([*self.vectors.values()], self.penalty)
 
     @property
     def names(self) -> list[str]:
@@ -181,7 +194,7 @@ class RequestGate:
             max_length: tokens of a request that are read.
 
         Raises:
-            ValueError: an adapter has no requests.
+            ValueError: an adapter has no requests, or `system` is given for requests that are no chats.
         """
         if BASE in requests:
             raise InputError(f"requests: {BASE!r} is the name of the choice of no adapter; give that adapter another")
@@ -189,11 +202,10 @@ class RequestGate:
             raise InputError(f"requests: {empty[0]!r} has none; give some texts that it is for")
         if chat is None:
             chat = any(not isinstance(request, str) for of_name in requests.values() for request in of_name)
-        path, model = "", base
-        if not isinstance(base, nn.Module):
-            folder = open_folder(base, "base", DenseFolder)
-            path, tokenizer, model = folder.path, tokenizer or folder.tokenizer, first_layers(folder)
-        gate = cls(model, RequestReader(tokenizer, chat, system, max_length), {}, path)
+        if system and not chat:
+            raise InputError(f"system={system!r}: the requests are texts, not chats; leave it out, or give messages")
+        model, tokenizer, path, layers = _opened(base, tokenizer)
+        gate = cls(model, RequestReader(tokenizer, chat, system, max_length), {}, path, layers=layers)
         texts: dict[str, Sequence[Request]] = {**requests, BASE: neutral_requests() if neutral is None else neutral}
         for name in (name for name, of_name in texts.items() if of_name):
             gate = gate.with_adapter(name, texts[name])
@@ -218,7 +230,7 @@ class RequestGate:
         return self._with_vectors({name: self.vectors[name] for name in (*names, BASE) if name in self.vectors})
 
     def _with_vectors(self, vectors: dict[str, torch.Tensor]) -> RequestGate:
-        return RequestGate(self.model, self.reader, vectors, self.base, self.penalty)
+        return dataclasses.replace(self, vectors=vectors)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -274,18 +286,15 @@ class RequestGate:
         """
         path = Path(folder, FILE)
         about, vectors = _read(path)
-        settings = {name: about[name] for name in ("chat", "system", "max_length")}
-        model, named, penalty = base, base or about["base"], about["penalty"]
-        if not isinstance(base, nn.Module):
-            opened = open_folder(named, "base", DenseFolder)
-            model, tokenizer, named = first_layers(opened, dtype), tokenizer or opened.tokenizer, opened.path
-        gate = cls(model, RequestReader(tokenizer, **settings), {}, named if isinstance(named, str) else about["base"])
+        model, tokenizer, named, layers = _opened(base or about["base"], tokenizer, dtype)
+        reader = RequestReader(tokenizer, about["chat"], about["system"], about["max_length"])
+        gate = cls(model, reader, vectors, named or about["base"], about["penalty"], layers)
         shape = (len(gate.modules), text_config(model).hidden_size)
         if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in vectors.values()):
             raise InputError(
                 f"{path}: is not of this base, which has {shape[1]} features in {shape[0]} layers that decide"
             )
-        return RequestGate(model, gate.reader, vectors, gate.base, penalty)
+        return gate
 
 
 def _write(path: Path, about: Mapping[str, Any], vectors: Mapping[str, torch.Tensor]) -> None:
@@ -322,8 +331,6 @@ def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
     Ridge regression [L, n, d] from vectors [R, L, d] to their class, by layer, float64. All classes count the same,
     however many rows they have, and λ as if each had the mean number.
     """
-    if not classes:
-        return torch.zeros(0)
     weight_R = torch.cat([double(x_RLD.new_full((len(x_RLD),), 1.0)) / len(x_RLD) ** 0.5 for x_RLD in classes])
     x_LRD = double(torch.cat([*classes])).transpose(0, 1) * weight_R[:, None]
     target_RN = torch.block_diag(*[x_RLD.new_ones(len(x_RLD), 1) for x_RLD in classes]).double() * weight_R[:, None]
@@ -337,36 +344,47 @@ def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
     return torch.linalg.solve(products, x_LRD.mT @ target_RN).mT
 
 
-def deciding_modules(model: Any) -> list[nn.Module]:
-    """The FFNs of a model's first quarter of layers, which tell requests apart as well as all of them."""
+def _quarter(layers: int) -> int:
+    """How many of a model's layers decide: they tell requests apart as well as all of them."""
+    return -(-layers // 4)
+
+
+def first_ffns(model: Any, count: int) -> list[nn.Module]:
+    """The FFNs of a model's first layers."""
     layers = text_config(model).num_hidden_layers
-    read = getattr(text_config(model), _OF, layers)  # of the whole model, where this is a part of it
     ffns = [module for module in backbone(model).modules() if find_layout(module) is not None]
     if len(ffns) < layers:  # what is not known as an FFN: read what its layer reads
         ffns = next(
             [*part] for part in backbone(model).modules() if isinstance(part, nn.ModuleList) and len(part) == layers
         )
-    return ffns[: -(-read // 4)]
+    return ffns[:count]
 
 
-_OF = "moe_peft_layers"
+def _opened(base: Any, tokenizer: Any, dtype: str = "auto") -> tuple[Any, Any, str, int | None]:
+    """The base, its tokenizer, where it is, and how many layers are read: of a folder, no others are loaded."""
+    if isinstance(base, nn.Module):
+        return base, tokenizer, "", None
+    folder = open_folder(base, "base", DenseFolder)
+    model = first_layers(folder, dtype)
+    return model, tokenizer or folder.tokenizer, folder.path, text_config(model).num_hidden_layers
 
 
 def first_layers(folder: DenseFolder, dtype: str = "auto") -> Any:
-    """A model's first quarter of layers, in evaluation mode; the others are not read."""
+    """A model's first quarter of layers, in evaluation mode."""
     config = copy.deepcopy(folder.config)
     text = config.get_text_config()
-    setattr(text, _OF, text.num_hidden_layers)
-    text.num_hidden_layers = -(-text.num_hidden_layers // 4)
+    text.num_hidden_layers = _quarter(text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # that others are left over is meant
     try:
         with reading(folder):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder.path, config=config, dtype=dtype, revision=folder.revision, use_safetensors=True
-            )
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder.path, config=config, dtype=dtype, revision=folder.revision, use_safetensors=True,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
     finally:
         transformers.logging.set_verbosity(verbosity)
-    return model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    check_loaded(model, {**info, "unexpected_keys": ()}, folder)
+    return model.to(PartialState().device).eval()

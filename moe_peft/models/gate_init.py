@@ -10,7 +10,6 @@ Legend: B texts of a batch, S positions, T real tokens, n experts, d hidden size
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -122,8 +121,10 @@ class RidgeGates(GateInit):
         if self.by_expert:
             experts = sorted(int(name.removesuffix(".x")) for name in sums if name.endswith(".x"))
             products = [sums[name] for name in (*(f"{expert}.xx" for expert in experts), "-1.xx") if name in sums]
-            xx_DD = functools.reduce(torch.add, products)
-            sums = {"xx": xx_DD, "xy": torch.stack([sums[f"{expert}.x"] for expert in experts], 1)}
+            sums = {
+                "xx": torch.stack(products).sum(0),
+                "xy": torch.stack([sums[f"{expert}.x"] for expert in experts], 1),
+            }
         unit_DD = torch.eye(len(sums["xx"])).to(sums["xx"])
         weight_DN = torch.linalg.solve(sums["xx"] + self.penalty * unit_DD, sums["xy"])
         return F.normalize(weight_DN, dim=0).T / self.temperature

@@ -151,8 +151,6 @@ def weigh_experts(
     weights_BN = torch.zeros(len(by_row), n)
     for row_N, of_row in zip(weights_BN, by_row, strict=True):
         experts = expert_indices(model, [*of_row], "weigh_experts")
-        if not all(0 <= expert < n for expert in experts):
-            raise InputError(f"weigh_experts: experts {sorted(experts)}: the model has experts 0 to {n - 1}")
         row_N[experts] = torch.tensor([*of_row.values()], dtype=row_N.dtype)
     with steered(model, Steering(weights=weights_BN)):
         yield

@@ -395,11 +395,9 @@ def test_the_verdict_goes_by_right_answers():
     first, second, third = sentences(
         mean_of_the_adapters=mean, picked_by_its_request=picked, b=alone, ridge_gates=mixture
     )
-    assert first == "The mixture is better than mean of the adapters (right answers 50% and 0%)."
-    assert second.startswith("Picked by its request is better than the mixture (right answers 50% and 88%); use it")
-    assert third.startswith(
-        "No difference between the mixture and b alone (right answers 50% and 50%; below 15.5 points"
-    )
+    assert "mixture is better" in first and "50% and 0%" in first
+    assert "better than the mixture" in second and "50% and 88%" in second
+    assert "no difference" in third.lower() and "50% and 50%" in third and "15.5 points" in third
 
 
 def test_a_small_difference_may_be_chance():

@@ -141,11 +141,12 @@ class Slow:
         return self.tokenizer(text, **options)
 
 
-def test_without_offsets_all_tokens_count(base, gate):
+def test_without_offsets_all_tokens_count(base):
     tokenizer = AutoTokenizer.from_pretrained(base)
-    slow = RequestGate.fit(gate.model, TEXTS, NEUTRAL, tokenizer=Slow(tokenizer), chat=True)
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    slow = RequestGate.fit(model, TEXTS, NEUTRAL, tokenizer=Slow(tokenizer), chat=True)
     whole = "<|user|>0x1x2<|end|><|assistant|>"
-    expected = of_one(AutoModelForCausalLM.from_pretrained(base).eval(), tokenizer, whole, slice(0, len(whole)))
+    expected = of_one(model, tokenizer, whole, slice(0, len(whole)))
     assert_near(slow.read(["0x1x2"])[0], expected)
     assert slow.pick(["0x1x2x3", "{x}x("]) == ["math", "code"]
 
@@ -218,6 +219,11 @@ def test_adapters_on_the_model_are_not_used(base, gate):
 def test_requests_that_cannot_be(base, given, message):
     with pytest.raises(InputError, match=message):
         RequestGate.fit(base, given, NEUTRAL)
+
+
+def test_a_system_prompt_needs_chats(base):
+    with pytest.raises(InputError, match="the requests are texts, not chats"):
+        RequestGate.fit(base, TEXTS, NEUTRAL, system="Be brief.")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -303,4 +309,14 @@ def test_a_damaged_base_ends_with_one_line(base, tmp_path):
     save_chat_model(tmp_path / "base")
     cut("model.safetensors")(tmp_path / "base")
     with pytest.raises(InputError, match=r"base='.*'"):
+        RequestGate.fit(tmp_path / "base", TEXTS, NEUTRAL)
+
+
+def test_a_base_that_lacks_weights_of_its_first_layers_is_refused(base, tmp_path):
+    save_chat_model(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lack model.layers.0.mlp.up_proj.weight"):
         RequestGate.fit(tmp_path / "base", TEXTS, NEUTRAL)

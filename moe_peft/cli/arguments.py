@@ -22,6 +22,7 @@ from peft import PeftConfig
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
+from ..models.layer import native_layers
 from ..native.base import Base
 from ..native.folders import MoELoraFolder, open_folder
 from ..training.resuming import names_checkpoint
@@ -57,9 +58,6 @@ class RunOptions:
         metadata={"help": "Stop after this many evaluations without improvement, with load_best_model_at_end."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
-    time: bool = field(
-        default=False, metadata={"help": "With dry_run: train a few steps, and estimate the time from them."}
-    )
     processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
     strategy: str | None = field(
         default=None,
@@ -146,16 +144,27 @@ class Options:
         """
         if self.run.adapter is None:
             return None
-        for name, default in vars(AdapterOptions()).items():
-            if (value := self.adapter[name]) != default:
-                raise InputError(
-                    f"{name}={value!r}: is for a new adapter, but adapter names an existing one; leave it out"
-                )
+        self._refuse_adapter_options("a new adapter, but adapter names an existing one")
         config = self._adapter.config
         config.inference_mode = False
         if self.training.router_aux_loss_coef is not None:
             config.router_aux_loss_coef = self.training.router_aux_loss_coef
         return config
+
+    @cached_property
+    def trains_adapter(self) -> bool:
+        """Whether a MoE-LoRA adapter is trained, and not the model itself."""
+        if self.run.adapter is not None or self.run.use_peft:
+            return True
+        if self.run.use_peft is None and not native_layers(self.base.empty()):
+            return True
+        self._refuse_adapter_options("a MoE-LoRA adapter, but this model itself is trained")
+        return False
+
+    def _refuse_adapter_options(self, reason: str) -> None:
+        for name, default in vars(AdapterOptions()).items():
+            if (value := self.adapter[name]) != default:
+                raise InputError(f"{name}={value!r}: is for {reason}; leave it out")
 
     @property
     def tokenizer(self) -> Any:

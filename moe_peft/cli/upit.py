@@ -22,7 +22,6 @@ class UpitSettings(Settings):
     config: Text = Field(title="FILE", description="the recipe, a YAML file")
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
     dry_run: Flag = Field(False, description="print the plan and stop")
-    time: Flag = Field(False, description="with --dry-run: time a few steps of each stage")
     processes: Integer | None = Field(None, description="with --dry-run: plan for this many processes")
     strategy: Text | None = Field(
         None, title="ddp|zero2|zero3|fsdp2", description="with --dry-run: what shards the state among processes"
@@ -60,10 +59,10 @@ def run(settings: UpitSettings) -> None:
     from ..upit.summary import print_summary
     from ..utils.distributed import leave_processes
 
-    launch = planned_launch(settings.processes, settings.strategy, settings.dry_run, settings.time)
+    launch = planned_launch(settings.processes, settings.strategy, settings.dry_run)
     pipeline = UpIT(load_recipe(settings.config, settings.set))
     if settings.dry_run:
-        print_plan(pipeline, launch, settings.time)
+        print_plan(pipeline, launch)
     else:
         pipeline.run(settings.redo)
         print_summary(pipeline)

@@ -9,8 +9,7 @@ import math
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +284,7 @@ def check_rows(
     field: str,
     tokenizer: Any,
     label_column: str | None = None,
-    other_template: Callable[[], str | None] = lambda: None,
+    other_template: str | None = None,
 ) -> None:
     """
     Check that every row can be trained on.
@@ -294,11 +293,11 @@ def check_rows(
         field: the field that names the data, for messages.
         tokenizer: whose chat template conversations go through.
         label_column: a column whose values must be labels.
-        other_template: gives another one. It is called only for conversations, as it may read a file.
+        other_template: the one that conversations go through instead.
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
-    template = cache(lambda: other_template() or getattr(tokenizer, "chat_template", None))
+    template = other_template or getattr(tokenizer, "chat_template", None)
     orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
     size = len(tokenizer)
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
@@ -324,11 +323,11 @@ def check_rows(
         if len({isinstance(row[key], str) for part in parts for key in part}) > 1:
             keys = ", ".join(key for part in parts for key in part)
             raise InputError(f"{where}: {keys}: must all be strings, or all conversations")
-    if orders and template() is None:
+    if orders and template is None:
         raise InputError(f"{field}: has conversations, but the tokenizer has no chat template; set chat_template_path")
     for roles, (where, messages) in orders.items():
         with reading(f"{where}: the chat template does not take messages of {', '.join(roles)}"):
-            tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template())
+            tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
 
 
 def _is_label(value: Any) -> bool:
@@ -336,7 +335,7 @@ def _is_label(value: Any) -> bool:
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
+def _messages(cell: str, key: str, value: Any, template: Any, size: int) -> list[dict[str, Any]]:
     """Check the value of a cell; returns its messages if it is a conversation."""
     shown = f"{cell}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "input_ids"):
@@ -355,11 +354,11 @@ def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size
     return []
 
 
-def _message(cell: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
+def _message(cell: str, message: Any, template: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
     role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
+    if not isinstance(role, str) or (role not in _ROLES and role not in str(template)):
         raise InputError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
         raise InputError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")

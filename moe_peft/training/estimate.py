@@ -1,25 +1,19 @@
-"""What a training will take: rows, tokens and memory by rules, time and peak memory from a few steps."""
+"""What a training will take: steps, tokens and memory, by rules."""
 
 from __future__ import annotations
 
 import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import psutil
-import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from ..models.introspection import base_model
@@ -27,9 +21,7 @@ from ..models.layer import router_parameters
 from ..models.model_size import model_size
 from ..native.base import Base
 from ..utils.loading import chat_template
-from ..utils.messages import InputError, choice_error, refused_settings
-from .data import drawn
-from .preparation import for_one_trainer
+from ..utils.messages import InputError, choice_error
 from .schedule import schedule_name, steps_and_rows
 from .trainable import freeze_for_stage
 
@@ -58,20 +50,11 @@ class Launch:
             raise InputError(f"processes={self.processes}: must be 1 or more")
 
 
-def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, timed: bool = False) -> Launch:
-    """
-    The launch that a plan is for: what was asked for, or this process's own.
-
-    Args:
-        timed: whether the plan is to have times, which are measured in this process.
-    """
-    if not dry_run and timed:
-        raise InputError("time=True: is for --dry-run")
+def planned_launch(processes: int | None, strategy: str | None, dry_run: bool) -> Launch:
+    """The launch that a plan is for: what was asked for, or this process's own."""
     if not dry_run and (processes, strategy) != (None, None):
         name, value = ("processes", processes) if processes is not None else ("strategy", strategy)
         raise InputError(f"{name}={value!r}: is for --dry-run; a run takes it from its launcher (accelerate launch)")
-    if timed and processes not in (None, 1):
-        raise InputError(f"processes={processes}: --time measures the steps of this process; leave one of them out")
     return Launch(PartialState().num_processes if processes is None else processes, strategy or "ddp")
 
 
@@ -158,96 +141,11 @@ def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[in
     return round(total), round(max(layers)), round(total - sum(layers))
 
 
-# --- measurements ----------------------------------------------------------------------------------------------------
-
-_TIMED_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Measured:
-    """
-    What a few optimizer steps took.
-
-    Args:
-        seconds: of one step.
-        peak: the most bytes that were held at once, of batches as long as theirs; see `memory_line` for where.
-    """
-
-    seconds: float
-    peak: int
-
-
-def measured_steps(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTConfig, data: Dataset) -> Measured:
-    """
-    The median time of three optimizer steps, after one that does not count, and their peak memory. Nothing is saved or
-    reported.
-
-    Args:
-        make_trainer: arguments and rows → the trainer.
-        args: of the training that is planned.
-    """
-    args = for_one_trainer(args)
-    args.max_steps, args.save_strategy, args.eval_strategy = _TIMED_STEPS + 1, SaveStrategy.NO, IntervalStrategy.NO
-    args.report_to, args.push_to_hub, args.disable_tqdm = [], False, True
-    args.load_best_model_at_end = args.eval_on_start = False
-    args.logging_strategy = IntervalStrategy.NO
-    rows = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    clock = _Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        args.output_dir = folder
-        with refused_settings():
-            trainer = make_trainer(args, drawn(data, min(rows * PartialState().num_processes, len(data)), args.seed))
-        trainer.add_callback(clock)
-        if on_gpu := _counts_bytes(args.device):
-            torch.accelerator.reset_peak_memory_stats()
-        trainer.train()
-    peak = torch.accelerator.max_memory_allocated() if on_gpu else _process_peak()
-    return Measured(statistics.median(e - b for b, e in zip(clock.ends, clock.ends[1:], strict=False)), peak)
-
-
-def _counts_bytes(device: torch.device) -> bool:
-    """Whether torch counts the bytes that it allocates on a device."""
-    return device.type not in ("cpu", "mps")
-
-
-def _process_peak() -> int:
-    """The most memory that this process has used since it began, in bytes."""
-    import resource  # Windows has none
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-class _Clock(TrainerCallback):
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        self.ends.append(time.perf_counter())
-
-
-def duration(seconds: float) -> str:
-    """A time in words: `42 s`, `7 min`, `2 h 05 min`."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 # --- the plan of a training ------------------------------------------------------------------------------------------
 
-# Columns of a plan's table; the last two are measured.
-COLUMNS = ("steps", "tokens", "trainable parameters", "memory per process, about", "peak, measured", "time, about")
-
-
-def memory_line() -> str:
-    """What a plan's memory leaves out, to be said before a model is loaded, and where a peak is measured."""
-    python = gib(psutil.Process().memory_info().rss)
-    return (
-        f"memory: without activations, which are part of the peak that --time measures; on a CPU, add {python} for "
-        "Python and its libraries, which such a peak includes"
-    )
+# Columns of a plan's table.
+COLUMNS = ("steps", "tokens", "trainable parameters", "memory per process, about")
+MEMORY_LINE = "memory: of weights, gradients and the optimizer; activations come on top"
 
 
 def print_estimates(
@@ -257,38 +155,32 @@ def print_estimates(
     data: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     launch: Launch,
-    measured: Mapping[str, Measured],
-    memory_said: str,
 ) -> None:
     """
-    Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters, memory and time.
+    Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters and memory.
 
     Args:
         model: what is trained, without weights: the base, or the base with an adapter.
         stages: section → training arguments.
-        measured: section → what some steps took; empty: nothing was measured.
-        memory_said: `memory_line()`, from before a model was loaded.
     """
     quantization = {} if base.quantization is None else base.quantization.to_dict()
     table = Table("stage", title=f"{base.name_or_path}: {len(data):,} examples")
-    for column in COLUMNS if measured else COLUMNS[:-2]:
+    for column in COLUMNS:
         table.add_column(column, justify="right")
     lines = []
-    for section, args in stages.items():
+    for args in stages.values():
         rows = count_rows(data, tokenizer, args)
         steps, read = steps_and_rows(args, rows.count, launch.processes)
         freeze_for_stage(model, router_parameters(model), args.training_stage)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         needed = memory(model, args, quantization=quantization, launch=launch)
-        numbers = [f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", gib(needed.total)]
-        if took := measured.get(section):
-            numbers += [gib(took.peak), duration(steps * took.seconds)]
+        numbers = (f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", gib(needed.total))
         table.add_row(args.training_stage, *numbers)
         lines.append(f"{args.training_stage}: {training_line(args)}; {needed}")
     if PartialState().is_main_process:
         console = Console(markup=False, emoji=False)
         console.print(table)
-        for line in (*lines, memory_said, f"model: {model_size(model)}"):
+        for line in (*lines, MEMORY_LINE, f"model: {model_size(model)}"):
             console.print(line, highlight=False, soft_wrap=True)
 
 

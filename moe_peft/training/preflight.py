@@ -23,19 +23,34 @@ from ..utils.distributed import on_main_process
 from ..utils.loading import chat_template
 from ..utils.messages import InputError, choice_error, one_line, unknown_key
 from .data import check_answers, check_marks
-from .preparation import rehearse
 
 
 def preflight(
     args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "", on_this_machine: bool = True
 ) -> None:
     """
-    Find what a trainer would stumble over later, perhaps hours later: packages that are not installed, a missing
-    launcher or chat template, answers that the data lack, and examples that cannot be prepared.
+    `check_arguments`, and whether the data have what a stage's loss asks for: a chat template, answers, their marks.
+
+    Args:
+        data: what it trains on. Its rows are checked already, see `check_rows`.
+    """
+    section = f"{path}." if path else ""
+    check_arguments(args, path, on_this_machine)
+    template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
+    check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
+    if args.assistant_only_loss:
+        check_marks(section, data, tokenizer, template)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def check_arguments(args: TrainingArguments, path: str = "", on_this_machine: bool = True) -> None:
+    """
+    Find what a trainer would stumble over when it begins to train: packages that are not installed, a missing launcher.
 
     Args:
         args: of one training.
-        data: what it trains on. Its rows are checked already, see `check_rows`.
         path: of the section that has the arguments, for messages.
         on_this_machine: whether it trains here and now; a plan may be for another machine.
     """
@@ -50,15 +65,6 @@ def preflight(
             )
         if "wandb" in args.report_to:
             on_main_process(partial(_check_wandb, section))
-    template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
-    if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
-        check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
-        if args.assistant_only_loss:
-            check_marks(section, data, tokenizer, template)
-        rehearse(data, tokenizer, args, path or "sft")
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def check_packages(args: TrainingArguments, section: str = "") -> None:

@@ -1,22 +1,20 @@
-"""Datasets as TRL prepares them, without a training: for estimates, scores, and to rehearse a training."""
+"""Datasets as TRL prepares them, without a training: for scores and calibration."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets import Dataset
 from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from ..utils.io import refused_by_libraries
 from ..utils.messages import refused_settings
-from .data import check_learnable, drawn, is_learnable
+from .data import drawn
 from .scoring import Collator
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
@@ -73,36 +71,6 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
     with refused_settings():
         trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
     return trainer.train_dataset, trainer.data_collator
-
-
-_SAMPLE = 100  # examples that are rehearsed first
-
-
-def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig, path: str) -> None:
-    """
-    Prepare some examples and make a batch of them, as a trainer would after the stages before it.
-
-    Args:
-        path: of the section that has the arguments, for messages.
-    """
-    with refused_by_libraries(path), _without_bars():
-        for count in (min(_SAMPLE, len(dataset)), len(dataset)):
-            data, collator = tokenized(dataset.select(range(count)), processing_class, args)
-            if is_learnable(data):
-                collator([data[i] for i in range(min(2, len(data)))])
-                return
-    check_learnable(path, data, args)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    shows_bars = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shows_bars:
-            enable_progress_bars()
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------

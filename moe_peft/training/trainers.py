@@ -8,7 +8,7 @@ and routers learn to choose among those, or are given no others to choose from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -182,19 +182,6 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
         common_size(model, "router_label_mask=True")
         check_allowed(expert_map, fewest_allowed(model), "router_label_mask=True")
     return expert_map
-
-
-def check_expert_labels(model: Any, args: MoESFTConfig, datasets: Mapping[str, Any]) -> None:
-    """
-    Args:
-        model: with or without weights.
-        datasets: "train" and "eval" → rows, or None.
-    """
-    experts_of_labels(model, args)
-    labels = [label_text(label) for label in args.expert_map or {}]
-    for name, rows in datasets.items():
-        if rows is not None and args.label_column is not None:
-            check_labels(rows, args.label_column, labels, name)
 
 
 def check_padding(section: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,7 @@ class RunContext:
         """
         tokenizer = self.base.tokenizer
         for path, field_name in templates.items():
-            template = cache(partial(chat_template, path, field_name))
-            template()  # the trainer reads it, whatever the data are
+            template = chat_template(path, field_name)
             change = changed_embeddings(path, field_name, tokenizer, self.base.config)
             if change is not None and self.recipe.mode == "lora":
                 raise InputError(change)

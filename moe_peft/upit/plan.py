@@ -13,15 +13,12 @@ from rich.table import Table
 from ..models.model_size import ModelSize, model_size
 from ..training.estimate import (
     COLUMNS,
+    MEMORY_LINE,
     Launch,
-    Measured,
     Memory,
     count_rows,
-    duration,
     gib,
-    measured_steps,
     memory,
-    memory_line,
     training_line,
 )
 from ..training.trainable import on_quantized
@@ -33,8 +30,7 @@ from .stages import PostTrain, TrainingStage
 class StagePlan:
     """
     One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context; `moe`
-    is the size of the MoE, for the stage that trains all of it; `measured` is what a step took, if some were run;
-    `advice` is what else there is to say.
+    is the size of the MoE, for the stage that trains all of it; `advice` is what else there is to say.
     """
 
     name: str
@@ -45,11 +41,10 @@ class StagePlan:
     memory: Memory
     training: str
     moe: ModelSize | None = None
-    measured: Measured | None = None
     advice: str = ""
 
 
-def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> list[StagePlan]:
+def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     """
     The stages of a run that train.
 
@@ -58,7 +53,6 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
 
     Args:
         launch: how the run will be launched; None: as this process was.
-        timed: whether to load the base and measure a few steps of each stage, which are thrown away.
     """
     r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.
@@ -75,31 +69,25 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
         args, model = stage.example_arguments(**overrides), stage.planned(base.empty())
         rows = count_rows(data, base.tokenizer, args)
         needed = memory(on_quantized(model) if quantization else model, args, quantization=quantization, launch=launch)
-        steps, measured = stage.steps(rows.count, launch.processes), None
-        if timed:
-            trained = stage.planned(base.load())
-            measured = measured_steps(partial(stage.planned_trainer, trained), args, data)
         plans.append(
             StagePlan(
                 stage.name,
                 stage.epochs,
-                steps,
+                stage.steps(rows.count, launch.processes),
                 round(stage.epochs * rows.count * rows.length),
                 sum(p.numel() for p in model.parameters() if p.requires_grad),
                 needed,
                 training_line(args),
                 model_size(model) if isinstance(stage, PostTrain) else None,
-                measured,
                 stage.advice(rows.count, launch.processes),
             )
         )
     return plans
 
 
-def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> None:
+def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     """The stages, what they will take, and how many examples there are."""
-    memory_said = memory_line()  # before models are loaded
-    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch, timed)}
+    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch)}
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)
@@ -107,14 +95,12 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
     r = pipeline.recipe
     title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)
-    for column in ("passes", *(COLUMNS if timed else COLUMNS[:-2])):
+    for column in ("passes", *COLUMNS):
         table.add_column(column, justify="right")
     for stage in pipeline.stages:
         cells: tuple[str, ...] = ()
         if p := plans.get(stage.name):
             cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", gib(p.memory.total))
-            if p.measured is not None:
-                cells += (gib(p.measured.peak), duration(p.steps * p.measured.seconds))
         table.add_row(stage.name, *cells)
     console.print(table)
     if pipeline.root.exists():
@@ -124,7 +110,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
         say(f"{p.name}: {p.memory}")
         if p.advice:
             say(f"{p.name}: {p.advice}")
-    say(memory_said)
+    say(MEMORY_LINE)
     for training in dict.fromkeys(p.training for p in plans.values()):
         say(f"{', '.join(p.name for p in plans.values() if p.training == training)}: {training}")
     for p in plans.values():

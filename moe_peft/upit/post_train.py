@@ -24,6 +24,7 @@ from ..training.preparation import for_one_trainer
 from ..training.resuming import Trained, train
 from ..training.trainable import train_only, unfreeze_stage
 from ..training.trainers import MoESFTTrainer
+from ..utils.messages import refused_settings
 
 
 class _LoadWarning(TrainerCallback):
@@ -103,14 +104,15 @@ def post_train(
     if not train_experts:
         train_only(model, routers)
     set_seed(args.seed)
-    trainer = MoESFTTrainer(
-        model=model,
-        args=for_one_trainer(args),
-        train_dataset=dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processing_class,
-        callbacks=callbacks,
-    )
+    with refused_settings():
+        trainer = MoESFTTrainer(
+            model=model,
+            args=for_one_trainer(args),
+            train_dataset=dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+        )
     trainer.add_callback(_LoadWarning(trainer))
     trained = train(trainer)
     if trainer.args.should_save:

@@ -17,7 +17,7 @@ from ..training.data import check_learnable
 from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer
 from ..training.resuming import Trained, total_steps, train
-from ..utils.messages import InputError
+from ..utils.messages import InputError, refused_settings
 from .files import copy_adapter, expert_folders, link_model
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -150,14 +150,15 @@ def prepare_experts(
     """
     output_dir = Path(output_dir)
     set_seed(args.seed)
-    trainer = _PrepareTrainer(
-        model=model,
-        args=for_one_trainer(args),  # `train` sets steps; the caller's stay as they are
-        train_dataset=dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processing_class,
-        peft_config=lora_config,
-    )
+    with refused_settings():
+        trainer = _PrepareTrainer(
+            model=model,
+            args=for_one_trainer(args),  # `train` sets steps; the caller's stay as they are
+            train_dataset=dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            peft_config=lora_config,
+        )
     check_learnable("prepare_experts", trainer.train_dataset, args)
     lora = None if lora_config is None else trainer.model.peft_config[trainer.model.active_adapter]
     for name in ("modules_to_save", "trainable_token_indices"):

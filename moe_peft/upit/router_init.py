@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..native.folders import LoraFolder, open_folder
-from ..training.data import IGNORED
+from ..training.data import IGNORED, check_learnable
 from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer, tokenized
 from ..training.resuming import Trained, train
@@ -271,6 +271,7 @@ def init_routers(
     args = copy.copy(args)
     args.packing = args.padding_free = False  # each example has perplexities and a bucket of its own
     data, collator = tokenized(dataset, processing_class, args)
+    check_learnable("init_routers", data, args)
     filled, perplexity_SN = fill_buckets(
         data,
         len(sources),

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import PreTrainedModel, Trainer
-from trl import SFTConfig, SFTTrainer
+from transformers import PreTrainedModel
+from trl import SFTConfig
 
 from ..models.layer import router_parameters
 from ..models.model_size import model_size
@@ -22,7 +22,7 @@ from ..training.labels import unknown_labels
 from ..training.resuming import Trained
 from ..training.schedule import steps_in_epoch
 from ..training.trainable import train_only
-from ..training.trainers import MoESFTConfig, MoESFTTrainer, check_padding
+from ..training.trainers import MoESFTConfig, check_padding
 from ..utils.distributed import on_main_process
 from ..utils.messages import InputError, arguments_error
 from ..utils.model_card import write_model_card
@@ -140,11 +140,6 @@ class TrainingStage(TrainerStage):
     def advice(self, rows: int, processes: int) -> str:
         """What a plan says about the stage besides its numbers."""
         return ""
-
-    def planned_trainer(self, model: Any, args: Any, data: Dataset) -> Trainer:
-        """A trainer of what is planned, to time it. Stage 3's has the language loss alone."""
-        trainer_class = MoESFTTrainer if self.config is MoESFTConfig else SFTTrainer
-        return trainer_class(model, args, train_dataset=data, processing_class=self.context.base.tokenizer)
 
     def steps(self, rows: int, processes: int) -> int:
         """Optimizer steps for `rows` training rows."""

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from ..evaluation.results import as_table, by_metric
 from ..models.model_size import ModelSize
-from ..training.estimate import duration
 from .evaluate import recorded_scores
 from .pipeline import UpIT
 
@@ -37,7 +36,7 @@ def print_summary(pipeline: UpIT) -> None:
             stage.name,
             "" if steps is None else f"{steps:.0f}",
             f"{loss:.3f}" if isinstance(loss, float) else "",
-            duration(pipeline.seconds[stage.name]) if stage.name in pipeline.seconds else "",
+            _duration(pipeline.seconds[stage.name]) if stage.name in pipeline.seconds else "",
             stage.describe(measured),
             _similarity(measured),
         )
@@ -74,3 +73,11 @@ def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
     for model, row in losses.items():
         table.add_row(model, *(f"{row[domain]:.3f}" for domain in domains))
     return table
+
+
+def _duration(seconds: float) -> str:
+    """A time in words: `42 s`, `7 min`, `2 h 05 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

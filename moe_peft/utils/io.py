@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -274,9 +274,9 @@ def output_folder(
                 raise InputError(f"{setting}: is not empty; {remedy}")
             yield folder
     finally:
-        with suppress(OSError):  # something was put into it
-            for made in new:
-                made.rmdir()
+        if not any(map(Path.is_file, folder.rglob("*"))):  # a trainer makes its folder before it refuses
+            for made in new[-1:] or folder.iterdir():
+                shutil.rmtree(made)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def talk(*messages):
 )  # fmt: skip
 def test_good_rows(rows, tokenizer):
     label = "domain" if "domain" in rows[0] else None
-    check_rows(Dataset.from_list(rows), "data", tokenizer, label, lambda: TEMPLATE)
+    check_rows(Dataset.from_list(rows), "data", tokenizer, label, TEMPLATE)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_good_rows(rows, tokenizer):
 def test_a_row_that_cannot_be_trained_on_is_named(rows, words, tokenizer):
     label = "domain" if "domain" in rows[0] else None
     with pytest.raises(ValueError, match=words) as refused:
-        check_rows(Dataset.from_list(rows), "data", tokenizer, label, lambda: TEMPLATE)
+        check_rows(Dataset.from_list(rows), "data", tokenizer, label, TEMPLATE)
     assert "\n" not in str(refused.value)
 
 
@@ -222,7 +222,7 @@ def test_what_else_is_no_dataset(tmp_path):
 )
 def test_parts_of_several_kinds_and_columns_of_tokens(rows, message, tokenizer):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_rows(Dataset.from_list(rows), "data", tokenizer, None, lambda: TEMPLATE)
+        check_rows(Dataset.from_list(rows), "data", tokenizer, None, TEMPLATE)
     check_rows(Dataset.from_list([{"input_ids": [3, 4], "labels": [-100, 4]}]), "data", tokenizer)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import psutil
 import pytest
 from datasets import Dataset
 from peft import get_peft_model
@@ -16,8 +15,6 @@ from moe_peft.training.estimate import (  # fmt: skip
     Launch,
     Rows,
     count_rows,
-    duration,
-    measured_steps,
     memory,
     planned_launch,
     training_line,
@@ -84,30 +81,6 @@ def test_many_layers_shrink_with_the_processes(tmp_path):
 def test_a_tied_head_counts_once(tmp_path):
     untied, tied = (memory(tiny_llama(tie_word_embeddings=tie), arguments(tmp_path)).weights for tie in (False, True))
     assert untied - tied == 4 * 128 * 64
-
-
-# --- measurements ----------------------------------------------------------------------------------------------------
-
-
-def test_measures_steps_and_leaves_nothing(tmp_path, tokenizer):
-    args = arguments(tmp_path / "out", per_device_train_batch_size=1, max_steps=500)
-    data, trainers = Dataset.from_list([{"text": f"w{i} w5"} for i in range(40)]), []
-
-    def make(args, rows):
-        model = tiny_llama(hidden=8, layers=1)
-        trainers.append(SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer))
-        return trainers[0]
-
-    before = psutil.Process().memory_info().rss
-    measured = measured_steps(make, args, data)
-    assert 0 < measured.seconds < 60
-    assert measured.peak > 0.95 * before  # the kernel counts both roughly
-    assert trainers[0].state.global_step == 4 and args.max_steps == 500 and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(4.2, "4 s"), (89, "89 s"), (150, "2 min"), (7500, "2 h 05 min")])
-def test_durations(seconds, words):
-    assert duration(seconds) == words
 
 
 # --- launches, weights, rows, steps ----------------------------------------------------------------------------------

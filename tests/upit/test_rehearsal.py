@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from transformers import AutoTokenizer, BloomConfig, GPT2Config, GPT2LMHeadModel
 from trl import SFTConfig
 
 from moe_peft.native.base import Base
-from moe_peft.training.data import load_data
-from moe_peft.training.preparation import rehearse, tokenized
+from moe_peft.training.preparation import tokenized
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.context import most_positions
 from moe_peft.upit.evaluate import Evaluate
@@ -53,17 +51,11 @@ def merged(settings: dict, change: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_sft("post_train", eos_token="<no>"), "post_train.sft: .*eos_token.*<no>"),
-        (with_sft("prepare", pad_token="<no>"), "prepare.sft: .*pad_token.*<no>"),
-        (with_sft("post_train", padding_free=True), "post_train.sft: .*padding_free=True"),
         (
             with_sft("post_train", torch_compile=True, torch_compile_backend="nope"),
             "post_train.sft.torch_compile_backend='nope': must be one of",
         ),
         (with_sft("post_train", chat_template_path="/no"), "post_train.sft.chat_template_path='/no': no tokenizer"),
-        ({"sft": {"max_length": 2}}, "sft: max_length=2: no example keeps a token to learn from"),
-        (with_sft("router_init", max_length=2), "router_init.sft: max_length=2: no example keeps a token"),
-        (with_sft("post_train", max_length=2), "post_train.sft: max_length=2: no example keeps a token"),
         ({"sft": {"pad_to_multiple_of": 0}}, "sft.pad_to_multiple_of=0: must be at least 1"),
         (
             with_sft("post_train", dataloader_persistent_workers=True),
@@ -140,18 +132,20 @@ def test_it_is_said_before_the_first_stage(change, words, case, tmp_path, monkey
         assert contents(tmp_path) == before and not (tmp_path / "out").exists()
 
 
-def test_one_long_example_is_enough(case, tmp_path):
-    """The sample that is rehearsed first has none."""
-    path = Path(case["data"]["train"])
-    short = {"prompt": " ".join(["w3"] * 12), "completion": " w4", "domain": "a"}
-    good = {"prompt": "w3", "completion": " w4 w5", "domain": "a"}
-    path.write_text("\n".join(json.dumps(row) for row in [*[short] * 150, good]))
-    settings = {**case, "output_dir": str(tmp_path / "out"), "sft": {**case["sft"], "max_length": 8}}
-    settings["router_init"] = {"buckets": "none"}
-    UpIT(recipe_from_dict(settings)).check(weights=False)
-    path.write_text("\n".join(json.dumps(row) for row in [short] * 150))
-    with pytest.raises(ValueError, match=r"^sft: max_length=8: no example keeps"):
-        UpIT(recipe_from_dict(settings)).check(weights=False)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_sft("prepare", pad_token="<no>"), ".*pad_token.*<no>"),
+        (with_sft("post_train", eos_token="<no>"), ".*eos_token.*<no>"),
+        (with_sft("post_train", padding_free=True), ".*padding_free=True"),
+        ({"sft": {"max_length": 2}}, ".*max_length=2: no example keeps a token to learn from"),
+        (with_sft("router_init", max_length=2), ".*max_length=2: no example keeps a token to learn from"),
+    ],
+)
+def test_what_trainers_refuse_ends_a_run_with_one_line(change, words, case, tmp_path):
+    """When its stage begins; what the stages before it made stays for a run with other settings."""
+    with pytest.raises(InputError, match=words):
+        UpIT(recipe_from_dict(merged({**case, "output_dir": str(tmp_path / "out")}, change))).run()
 
 
 def test_the_context_is_at_most_the_bases_positions(case, tmp_path):
@@ -320,21 +314,6 @@ def test_given_adapters_of_different_ranks_scalings_and_modules_go_through_stage
     assert records["router_init"]["metrics"]["bucket_sizes"] == [6, 6]
     matrix = records["router_init"]["metrics"]["similarity"]["matrix"]
     assert matrix[0][1] == pytest.approx(records["post_train"]["metrics"]["similarity"]["matrix"][0][1], abs=0.2)
-
-
-def test_a_rehearsal_does_nothing_that_a_training_does(case, tokenizer, tmp_path, monkeypatch):
-    """No repository, tracker, folder or handler of signals; and a plan may be for another machine."""
-    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda *args, **kwargs: pytest.fail("a repository"))
-    data = load_data(case["data"]["train"], "data", None)
-    args = SFTConfig(
-        output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, push_to_hub=True, report_to="wandb",
-        enable_jit_checkpoint=True, activation_offloading=True, fsdp="full_shard", eval_strategy="steps",
-        load_best_model_at_end=True, save_steps=500, max_length=64,
-    )  # fmt: skip
-    before = signal.getsignal(signal.SIGTERM)
-    rehearse(data, tokenizer, args, "sft")
-    assert signal.getsignal(signal.SIGTERM) == before and not (tmp_path / "out").exists()
-    assert args.push_to_hub and args.fsdp and args.report_to == ["wandb"]
 
 
 def test_a_plan_needs_no_launcher(case, tmp_path, monkeypatch):

@@ -33,9 +33,6 @@ class PruneSettings(DataSettings):
         title="SHARE",
         description="with --data, drop experts with a smaller share of their layer's assignments (default: 0.01)",
     )
-    merge_twins: Share | None = Field(
-        None, title="COSINE", description="merge experts that are at least this much alike, e.g. 0.99"
-    )
     experts_per_layer: Count | None = Field(None, description="keep this many in every layer")
     drop: int | str | list[int | str] | dict[str | int, int | str | list[int | str]] | None = Field(
         None,
@@ -53,13 +50,13 @@ class PruneSettings(DataSettings):
 
 _GROUPS = {
     "Model": ("model", "base", "output"),
-    "Which experts to remove": ("min_load", "merge_twins", "experts_per_layer", "drop"),
+    "Which experts to remove": ("min_load", "experts_per_layer", "drop"),
     "Data": ("data", "label_column", "dtype", *DataSettings.model_fields),
 }
 
 
 def parser(prog: str) -> SettingsParser:
-    description = "Drop experts that get next to nothing, and merge experts that are nearly the same."
+    description = "Drop experts that get next to nothing, or that are named."
     return SettingsParser(PruneSettings, prog, groups=_GROUPS, description=description, epilog=EXAMPLE)
 
 
@@ -79,12 +76,11 @@ _MOST_ROWS = 64  # with a row for each layer
 def print_pruning(pruning: Pruning) -> None:
     """Tables of what became of the experts, and of size and loss before and after."""
     console = Console(markup=False, emoji=False)
-    table = Table("layer", "experts", "dropped", "merged", "tokens that lost an expert", title="Pruning")
+    table = Table("layer", "experts", "dropped", "tokens that lost an expert", title="Pruning")
     # One row for neighbors of a kind, such as the linears of attention, that have lost the same.
     rows: dict[tuple[str, ...], list[int]] = {}
     for i, layer in enumerate(pruning.layers):
-        merged = "; ".join("+".join(map(str, group)) for group in layer.groups if len(group) > 1)
-        change = (f"{layer.num_experts} → {len(layer.groups)}", ", ".join(map(str, layer.dropped)), merged)
+        change = (f"{layer.num_experts} → {len(layer.kept)}", ", ".join(map(str, layer.dropped)))
         kind = re.sub(r"\.\d+\.", ".*.", layer.name) if len(pruning.layers) > _MOST_ROWS else layer.name
         rows.setdefault((kind, *change), []).append(i)
     for (kind, *changes), layers in rows.items():
@@ -98,6 +94,5 @@ def print_pruning(pruning: Pruning) -> None:
         assert pruning.loss is not None
         table.add_row(f"loss: {domain}", *(f"{pruning.loss[when][domain]:.4f}" for when in ("before", "after")))
     console.print(table)
-    for event, shares in (("lost an expert", pruning.lost), ("had one that is merged", pruning.merged)):
-        if shares is not None and shares["any_layer"]:
-            console.print(f"tokens that {event} in any layer: {shares['any_layer']:.1%}", highlight=False)
+    if pruning.lost is not None:
+        console.print(f"tokens that lost an expert in any layer: {pruning.lost['any_layer']:.1%}", highlight=False)

@@ -1,4 +1,4 @@
-"""Pruning: experts that are nearly idle are dropped, experts that are nearly the same become one."""
+"""Pruning: a model without the experts that are nearly idle, or that are named."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from ..models.model_size import ModelSize, model_size
 from ..models.steering import Expert, indices_of
 from ..native.folders import MoELoraFolder, NativeFolder, open_folder
 from ..native.safetensors_io import new_folder
-from ..utils.expert_merging import likeness
 from ..utils.io import write_json
 from ..utils.messages import InputError
 from ..utils.model_card import plain, write_model_card
 from ..utils.torch_contexts import free_memory
-from .expert_groups import Groups, LayerFacts, Rules, plan_layers, weights_of
 from .measure import Choices, losses_of
-from .routed_folders import Prunable, prunable
+from .routed_folders import Prunable, RoutedPart, prunable
 
 REPORT = "pruning.json"
 MIN_LOAD = 0.01
@@ -36,35 +34,16 @@ class PrunedLayer:
     Args:
         name: the module with the router.
         num_experts: n, before.
-        groups: for each expert after, the experts before that it was made from, [m] lists.
-        dropped: the experts that are gone.
+        kept: the experts that are left, by their indices before.
+        dropped: those that are gone.
         load: each expert's share of the layer's assignments before; None without data.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.pruning import PrunedLayer
-    >>> layer = PrunedLayer(
-    ...     "model.layers.0.mlp",
-    ...     num_experts=4,
-    ...     groups=[[0], [1, 2]],
-    ...     dropped=[3],
-    ...     load=None,
-    ... )
-    >>> merged = layer.merged  # 1 and 2
-    ```
     """
 
     name: str
     num_experts: int
-    groups: Groups
+    kept: list[int]
     dropped: list[int]
     load: list[float] | None
-
-    @property
-    def merged(self) -> list[int]:
-        """The experts that have become one with another."""
-        return [i for group in self.groups if len(group) > 1 for i in group]
 
 
 @dataclass(frozen=True)
@@ -78,7 +57,6 @@ class Pruning:
         loss: before and after, by domain and as `"mean"` over all tokens; None without data. A domain of that name is
             called `"mean (domain)"`.
         lost: the share of tokens served by an expert that is gone, by layer and in any layer; None without data.
-        merged: the same of experts that have become one with another.
 
     Example:
 
@@ -98,7 +76,6 @@ class Pruning:
     size: dict[str, ModelSize]
     loss: dict[str, dict[str, float]] | None
     lost: dict[str, Any] | None
-    merged: dict[str, Any] | None
 
 
 def prune_experts(
@@ -110,7 +87,6 @@ def prune_experts(
     label_column: str | None = None,
     split: str = "train",
     min_load: float | None = None,
-    merge_twins: float | None = None,
     experts_per_layer: int | None = None,
     drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None = None,
     dtype: str = "auto",
@@ -123,10 +99,7 @@ def prune_experts(
 
     Dropping an expert is as if its router logit were minus infinity: with `normalize_top_k`, a layer's output stays the
     same for tokens that did not choose it; otherwise the gates of the others, which are probabilities, grow by the
-    factor 1/(1-p), where p is the one that it had. Merging is approximate: the experts' weights and their router rows
-    become a mean, weighted by load, whose gate is that of one twin and not the sum of both (no row of a linear gate
-    gives that). LoRA experts become the rank-r update that is nearest to the mean of theirs. `loss` says what all this
-    costs.
+    factor 1/(1-p), where p is the one that it had. `loss` says what this costs.
 
     Args:
         model: the folder of an adapter with routers that can lose experts, or of a native MoE of a family that
@@ -137,8 +110,6 @@ def prune_experts(
         label_column: the column that holds the domains, for losses by domain.
         split: the split of the data.
         min_load: with data, drop experts with a smaller share of their layer's assignments; None: 0.01.
-        merge_twins: merge experts whose cosine is at least this: of their updates B A, or in a native MoE, or with
-            bottleneck experts, of their weights. None: do not merge.
         experts_per_layer: how many experts stay in every layer; those used least are dropped until only these are left.
         drop: experts to drop in every layer, by index or name, or layer (counted from 0, as in `moe-peft inspect`) →
             experts.
@@ -158,15 +129,14 @@ def prune_experts(
     >>> from moe_peft.native import UpcycleConfig, upcycle
     >>> folder = upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4))
     >>> pruning = prune_experts(folder, "pruned", drop=[3])
-    >>> groups = [layer.groups for layer in pruning.layers]
+    >>> kept = [layer.kept for layer in pruning.layers]
     ```
     """
     if data is None and not (min_load is None and label_column is None):
         raise InputError("min_load and label_column go with data; give data, or leave them out")
-    if data is None and merge_twins is None and drop is None:
-        raise InputError("data=None: nothing says which experts to remove; give data, merge_twins or drop")
+    if data is None and drop is None:
+        raise InputError("data=None: nothing says which experts to remove; give data, or drop")
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
-    rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:
         folder = open_folder(model, "model", MoELoraFolder, NativeFolder, base=base)
         experts = prunable(folder)
@@ -180,17 +150,25 @@ def prune_experts(
             )  # fmt: skip
             loss["before"] = losses_of(folder.load(dtype), rows, choices)
             free_memory()
-        layers = _write(experts, partial, None if rows is None else choices.loads(), drop, rules)
+        loads = [None] * len(experts.layers) if rows is None else choices.loads()
+        kept = _choose(experts, loads, _named(experts, drop), lowest, experts_per_layer)
+        experts.write(partial, kept)
         written = open_folder(partial, "output_dir", type(folder))
         written.check_tensors()  # what would not load is not published
         if rows is not None:
             loss["after"] = losses_of(written.load(dtype), rows)
+        layers = [
+            PrunedLayer(
+                layer.name, layer.num_experts, of_layer, [i for i in range(layer.num_experts) if i not in of_layer],
+                None if load is None else load.tolist(),
+            )
+            for layer, of_layer, load in zip(experts.layers, kept, loads, strict=True)
+        ]  # fmt: skip
         pruning = Pruning(
             layers,
             {"before": model_size(folder.empty), "after": model_size(written.empty)},
             loss or None,
             None if rows is None else choices.share_with([layer.dropped for layer in layers]),
-            None if rows is None else choices.share_with([layer.merged for layer in layers]),
         )
         write_json(partial / REPORT, asdict(pruning))
         made = f"`moe-peft prune` of `{plain(Path(model).name)}`; `{REPORT}` says which experts are left"
@@ -198,59 +176,84 @@ def prune_experts(
     return pruning
 
 
-def _write(
-    folder: Prunable,
-    output: Path,
-    loads: Sequence[torch.Tensor] | None,
-    drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None,
-    rules: Rules,
-) -> list[PrunedLayer]:
-    """Decide which experts stay, and write them."""
-    facts = _facts(folder, loads, drop, rules)
-    groups = plan_layers(facts, rules, folder.same_size)
-    layers, weights = [], []
-    for layer, of_layer in zip(facts, groups, strict=True):
-        kept = {i for group in of_layer for i in group}
-        gone = [i for i in range(layer.num_experts) if i not in kept]
-        load = None if layer.load is None else layer.load.tolist()
-        layers.append(PrunedLayer(layer.name, layer.num_experts, of_layer, gone, load))
-        weights.append([weights_of(group, layer) for group in of_layer])
-    _check_changes(layers, facts)
-    folder.write(output, groups, weights)
-    return layers
-
-
-def _facts(
-    folder: Prunable,
-    loads: Sequence[torch.Tensor] | None,
-    drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None,
-    rules: Rules,
-) -> list[LayerFacts]:
-    names = [str(i) for i in range(len(folder.layers))]  # as JSON has them
-    given = drop if isinstance(drop, Mapping) else dict.fromkeys(names, [] if drop is None else drop)
-    per_layer = {str(i): indices_of(experts, folder.expert_names, "drop") for i, experts in given.items()}
-    for name in per_layer:
-        if name not in names:
-            raise InputError(f"drop: layer {name}: the model has layers 0 to {names[-1]} with routers")
-    facts = []
-    for i, layer in enumerate(folder.layers):
-        gone = sorted(set(per_layer.get(names[i], [])))
-        if not set(gone) <= set(range(layer.num_experts)):
+def _named(
+    folder: Prunable, drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None
+) -> list[list[int]]:
+    """The experts of every layer that are to go in any case."""
+    layers = [str(i) for i in range(len(folder.layers))]  # as JSON has them
+    given = drop if isinstance(drop, Mapping) else dict.fromkeys(layers, [] if drop is None else drop)
+    by_layer = {str(i): sorted({*indices_of(experts, folder.expert_names, "drop")}) for i, experts in given.items()}
+    for name, gone in by_layer.items():
+        if name not in layers:
+            raise InputError(f"drop: layer {name}: the model has layers 0 to {layers[-1]} with routers")
+        layer = folder.layers[int(name)]
+        if not {*gone} <= {*range(layer.num_experts)}:
             raise InputError(f"drop={gone}: {layer.name} has experts 0 to {layer.num_experts - 1}")
-        similarity = None if rules.merge_twins is None else folder.similarity(i)
-        load = None if loads is None else loads[i]
-        facts.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, gone))
-    return facts
+    return [by_layer.get(name, []) for name in layers]
 
 
-def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -> None:
-    """Raise if every expert stays."""
-    if any(layer.dropped or layer.merged for layer in layers):
-        return
-    loads = [float(layer.load.min()) for layer in facts if layer.load is not None]
-    smallest = f"; the smallest load is {min(loads):.1%}" if loads else ""
-    cosines = [alike.largest for layer in facts if (alike := likeness(layer.similarity)) is not None]
-    twins = f"; the largest cosine of two experts is {max(cosines):.3f}" if cosines else ""
-    raise InputError(
-        f"every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
-    )
+def _choose(
+    folder: Prunable,
+    loads: Sequence[torch.Tensor | None],
+    named: Sequence[list[int]],
+    min_load: float,
+    experts_per_layer: int | None,
+) -> list[list[int]]:
+    """The experts of every layer that stay."""
+    parts = [*zip(folder.layers, loads, named, strict=True)]
+    for layer, _, gone in parts:
+        count, left = experts_per_layer, layer.num_experts - len(gone)
+        if count is not None and not layer.smallest <= count <= layer.num_experts:
+            raise InputError(
+                f"experts_per_layer={count}: {layer.name} has {layer.num_experts} experts and must keep "
+                f"{layer.smallest}; use a number from {layer.smallest} to {layer.num_experts}"
+            )
+        if left < (wanted := max(layer.smallest, count or 0)):
+            raise InputError(
+                f"{layer.name}: drop={gone} leaves {left} of {layer.num_experts} experts; keep at least {wanted}"
+            )
+    kept = [kept_experts(*part, min_load, experts_per_layer) for part in parts]
+    if folder.same_size:  # those that could lose more lose as many as the others
+        most = max(map(len, kept))
+        kept = [kept_experts(*part, min_load, experts_per_layer, most) for part in parts]
+        for layer, of_layer in zip(folder.layers, kept, strict=True):
+            if len(of_layer) != most:
+                raise InputError(
+                    f"{layer.name} keeps {len(of_layer)} experts, another layer {most}: a native MoE has the same "
+                    f"number in every layer; drop fewer here or more there, or give experts_per_layer={len(of_layer)}"
+                )
+    if all(len(of_layer) == layer.num_experts for layer, of_layer in zip(folder.layers, kept, strict=True)):
+        smallest = [float(load.min()) for load in loads if load is not None]
+        said = f"; the smallest load is {min(smallest):.1%}" if smallest else ""
+        raise InputError(f"every expert stays{said}; raise min_load, or give experts_per_layer or drop")
+    return kept
+
+
+def kept_experts(
+    layer: RoutedPart,
+    load_N: torch.Tensor | None,
+    gone: Sequence[int],
+    min_load: float,
+    experts_per_layer: int | None,
+    least: int = 0,
+) -> list[int]:
+    """
+    The experts of one layer that stay: those that are used least go first.
+
+    Args:
+        gone: those that go in any case.
+        least: how many must stay (fewer only where `gone` leaves fewer).
+    """
+    stop = max(layer.smallest, least, experts_per_layer or 0)
+    kept = [i for i in range(layer.num_experts) if i not in gone]
+    if load_N is None:
+        if experts_per_layer is not None and len(kept) > stop:
+            raise InputError(
+                f"{layer.name}: experts_per_layer={experts_per_layer}: {len(kept)} are left, and only data say which "
+                "are used least; give data"
+            )
+        return kept
+    for i in sorted(kept, key=load_N.tolist().__getitem__):
+        if len(kept) > stop and (experts_per_layer is not None or load_N[i] < min_load):
+            kept.remove(i)
+    return kept

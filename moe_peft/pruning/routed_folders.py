@@ -1,4 +1,4 @@
-"""What pruning does with a folder: how alike its experts are, and the folder with those that stay."""
+"""What pruning does with a folder: the layers that can lose experts, and the folder with those that stay."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import pad
 
 from ..adapter.config import MoELoraConfig, by_pattern
-from ..adapter.experts import Experts
 from ..adapter.layers import MoELoraLayer
 from ..combine.request_gate import copy_without
 from ..models.introspection import NAMES_FIELD
@@ -26,17 +25,15 @@ from ..native.gate_sums import WAY, read_sums, renumbered, write_sums
 from ..native.model_folder import copy_companions
 from ..native.safetensors_io import ShardedWriter
 from ..routing.routers import make_router
-from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
 from ..utils.io import read_json
 from ..utils.loading import ADAPTER_WEIGHTS, CONFIG
 from ..utils.messages import InputError, one_line
-from .expert_groups import Groups
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
 _SHARD = 5 * 10**9  # bytes
 
 
-class RoutedLayer(NamedTuple):
+class RoutedPart(NamedTuple):
     """A layer with a router: its name, n, k, and how many experts must stay."""
 
     name: str
@@ -49,23 +46,13 @@ class Prunable(ABC):
     """The experts of a folder."""
 
     same_size = False  # whether all layers must keep the same number of experts
-    layers: list[RoutedLayer]  # in the order of the routers in a forward pass
+    layers: list[RoutedPart]  # in the order of the routers in a forward pass
     base: str | None  # of an adapter, for the model card
     expert_names: Sequence[str] = ()
 
     @abstractmethod
-    def similarity(self, layer: int) -> torch.Tensor:
-        """The cosines of a layer's experts, [n, n]."""
-
-    @abstractmethod
-    def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """
-        Write what is left to a folder.
-
-        Args:
-            groups: the groups of every layer.
-            weights: of the experts of each group in their mean.
-        """
+    def write(self, folder: Path, kept: Sequence[Sequence[int]]) -> None:
+        """Write what is left, of every layer these experts, to a folder."""
 
 
 def prunable(folder: ModelFolder) -> Prunable:
@@ -94,7 +81,7 @@ class PrunableAdapter(Prunable):
         self.routers: dict[str, Any] = {n: next(iter(layer.moe_lora_router.values())) for n, layer in routed.items()}
         takes_all = self.config.router_class.all_experts  # and so has no k that must stay
         self.layers = [
-            RoutedLayer(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
+            RoutedPart(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
             for name, spec in self.specs.items()
         ]
         if not self.layers:
@@ -106,63 +93,52 @@ class PrunableAdapter(Prunable):
             )
         self.state = folder.tensors
 
-    def similarity(self, layer: int) -> torch.Tensor:
-        name = self.layers[layer].name
-        pairs = [(self.state[key], self.state[_other(key)]) for key in self._keys(name, "moe_lora_A.")]
-        gram_NN = torch.stack([self.specs[name].gram(A, B) for A, B in pairs]).sum(0)
-        return similarities(pad(gram_NN, (0, self.specs[name].base_expert) * 2))  # the base has no update
-
-    def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        sizes = {layer.name: len(of_layer) for layer, of_layer in zip(self.layers, groups, strict=True)}
-        has_base = self._has_base(groups)
-        config = self._pruned_config(sizes, _names(self.config.expert_names, groups), has_base)
+    def write(self, folder: Path, kept: Sequence[Sequence[int]]) -> None:
+        sizes = {layer.name: len(of_layer) for layer, of_layer in zip(self.layers, kept, strict=True)}
+        config = self._pruned_config(sizes, _names(self.config.expert_names, kept), self._has_base(kept))
         state = dict(self.state)
-        for layer, of_layer, w in zip(self.layers, groups, weights, strict=True):
-            spec = self.specs[layer.name]
-            updates = [(group, of_group) for group, of_group in zip(of_layer, w, strict=True) if group != _base(spec)]
-            for key in self._keys(layer.name, "moe_lora_A."):
-                A, B = state[key], state[_other(key)]
-                state[key], state[_other(key)] = spec.mean(A, B, *zip(*updates, strict=True))
-            biases = ["bias_steps"] if self.config.router_bias_update_rate else []
-            for name in (*self.config.router_class.expert_rows, *biases):
+        rows = [*self.config.router_class.expert_rows, *(["bias_steps"] if self.config.router_bias_update_rate else [])]
+        for layer, of_layer in zip(self.layers, kept, strict=True):
+            updates = [i for i in of_layer if i < self.specs[layer.name].num_updates]  # the base has none
+            for key in (*self._keys(layer.name, "moe_lora_A."), *self._keys(layer.name, "moe_lora_B.")):
+                if len(state[key]) > 1:  # one matrix is that of all
+                    state[key] = state[key][updates]
+            for name in rows:
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
-                state[key] = mean_rows(state[key], of_layer, w)
+                state[key] = state[key][list(of_layer)]
             self._check_router(layer.name, config, state)
-        self._without_texts(folder, groups, state)
+        self._without_texts(folder, kept, state)
         copy_companions(self.folder.folder, folder)
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / ADAPTER_WEIGHTS,
                   metadata={"format": "pt"})  # fmt: skip
         config.save_pretrained(str(folder))
 
-    def _has_base(self, groups: Sequence[Groups]) -> bool:
-        """Whether the base is still one of the experts; it has no weights that could be merged."""
-        found = set()
-        for layer, of_layer in zip(self.layers, groups, strict=True):
-            base = _base(self.specs[layer.name])
-            found.add(base in of_layer)
-            if base and any(base[0] in group and len(group) > 1 for group in of_layer):
-                raise InputError(f"{layer.name}: the base, expert {base[0]}, cannot be merged; keep or drop it")
+    def _has_base(self, kept: Sequence[Sequence[int]]) -> bool:
+        """Whether the base is still one of the experts."""
+        found = {
+            self.specs[layer.name].num_updates in of_layer for layer, of_layer in zip(self.layers, kept, strict=True)
+        }
         if len(found) > 1:
             raise InputError("the base would be left in some layers alone; keep it in all, or drop it in all")
         return found.pop()
 
-    def _without_texts(self, folder: Path, groups: Sequence[Groups], state: dict[str, torch.Tensor]) -> None:
+    def _without_texts(self, folder: Path, kept: Sequence[Sequence[int]], state: dict[str, torch.Tensor]) -> None:
         """
-        Where experts left and none were merged: gates that have nothing of their texts, if the mixture has sums, and
-        the gate for requests without them.
+        Where all layers lost the same experts: gates that have nothing of their texts, if the mixture has sums, and the
+        gate for requests without them.
         """
-        source, kept = self.folder.folder, [group[0] for group in groups[0]]
-        if any(of_layer != [[expert] for expert in kept] for of_layer in groups):
+        source, left = self.folder.folder, list(kept[0])
+        if any(list(of_layer) != left for of_layer in kept):
             return
         names = self.config.expert_names
         if names is not None:
-            copy_without(source, folder, [name for i, name in enumerate(names) if i not in kept])
+            copy_without(source, folder, [name for i, name in enumerate(names) if i not in left])
         try:
             sums = read_sums(source, self.folder.gates)
         except InputError:  # trained since: gates are no longer those of the texts
             return
         if sums is not None:
-            sums = renumbered(sums, kept)
+            sums = renumbered(sums, left)
             write_sums(folder, sums)
             for layer, of_layer in zip(self.layers, sums, strict=True):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}weight"
@@ -207,16 +183,11 @@ class PrunableAdapter(Prunable):
             )
 
 
-def _base(spec: Experts) -> list[int]:
-    """The group of the base alone; [] if it is not an expert."""
-    return [spec.num_updates] if spec.base_expert else []
-
-
-def _names(names: list[str] | None, groups: Sequence[Groups]) -> list[str] | None:
-    """The names of the experts that are left; of merged ones `a+b`. None where they are not the same in all layers."""
-    if names is None or any(of_layer != groups[0] for of_layer in groups):
+def _names(names: Sequence[str] | None, kept: Sequence[Sequence[int]]) -> list[str] | None:
+    """The names of the experts that are left; None where they are not the same in all layers."""
+    if names is None or any(list(of_layer) != list(kept[0]) for of_layer in kept):
         return None
-    return ["+".join(names[expert] for expert in group) for group in groups[0]]
+    return [names[expert] for expert in kept[0]]
 
 
 class PrunableMoE(Prunable):
@@ -232,32 +203,25 @@ class PrunableMoE(Prunable):
         if n < 1:
             raise InputError(f"{folder}: {self.family.count}: the config says there are no experts")
         self.indices = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
-        self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
+        self.layers = [RoutedPart(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
         if not self.layers:
             raise InputError(f"{folder}: no layer has experts; there is nothing to prune")
 
-    def similarity(self, layer: int) -> torch.Tensor:
-        parts = range(len(self._names(layer, 0)))
-        return similarities(sum((value_gram(self._stacked(layer, part).flatten(1)) for part in parts), torch.zeros(())))
-
-    def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        make: dict[str, Callable[[], torch.Tensor]] = {
-            name: partial(self.tensors.tensor, name) for name in self.tensors
-        }
-        m = len(groups[0])
-        rows: set[str] = set()
-        for layer, (of_layer, w) in enumerate(zip(groups, weights, strict=True)):
-            names = self._names(layer, 0) if self.family.stacked else ()
-            for name in (self.family.router_name(self.indices[layer]), *names):
-                make[name] = partial(self._rows, name, of_layer, w)
+    def write(self, folder: Path, kept: Sequence[Sequence[int]]) -> None:
+        read = self.tensors.tensor
+        make: dict[str, Callable[[], torch.Tensor]] = {name: partial(read, name) for name in self.tensors}
+        m, rows = len(kept[0]), set()
+        for index, layer, of_layer in zip(self.indices, self.layers, kept, strict=True):
+            stacked = self.family.expert_names(index, 0) if self.family.stacked else ()
+            for name in (self.family.router_name(index), *stacked):
+                make[name] = partial(self._rows, name, of_layer)
                 rows.add(name)
             if not self.family.stacked:
-                for i, (group, of_each) in enumerate(zip(of_layer, w, strict=True)):
-                    for part, name in enumerate(self._names(layer, i)):
-                        make[name] = partial(self._mean, layer, part, group, of_each)
-                for expert in range(m, self.layers[layer].num_experts):
-                    for name in self._names(layer, expert):
-                        del make[name]
+                names = [self.family.expert_names(index, expert) for expert in range(layer.num_experts)]
+                for new, old in enumerate(of_layer):
+                    make |= {name: partial(read, source) for name, source in zip(names[new], names[old], strict=True)}
+                for name in chain(*names[m:]):
+                    del make[name]
         shapes = {name: self.tensors.shape(name) for name in make}
         shapes |= {name: torch.Size((m, *shapes[name][1:])) for name in rows}
         plan = {name: (self.tensors.dtype(name), shapes[name]) for name in make}
@@ -266,29 +230,12 @@ class PrunableMoE(Prunable):
                 writer.write(name, tensor())
         values = read_json(self.folder.folder / CONFIG)
         counts: dict[str, Any] = {key: m for key in ("num_experts", "num_local_experts") if key in values}
-        if (left := _names(values.pop(NAMES_FIELD, None), groups)) is not None:
+        if (left := _names(values.pop(NAMES_FIELD, None), kept)) is not None:
             counts[NAMES_FIELD] = left
         (folder / CONFIG).write_text(
             json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
         copy_companions(self.folder.folder, folder)
 
-    def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        return mean_rows(self.tensors.tensor(name), groups, weights)
-
-    def _mean(self, layer: int, part: int, group: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
-        return mean_tensor([self.tensors.tensor(self._names(layer, expert)[part]) for expert in group], weights)
-
-    def _names(self, layer: int, expert: int) -> tuple[str, ...]:
-        return self.family.expert_names(self.indices[layer], expert)
-
-    def _stacked(self, layer: int, part: int) -> torch.Tensor:
-        """One of the tensors of all experts, [n, …]."""
-        if self.family.stacked:
-            return self.tensors.tensor(self._names(layer, 0)[part])
-        n = self.layers[layer].num_experts
-        return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
-
-
-def _other(key: str) -> str:
-    return key.replace(".moe_lora_A.", ".moe_lora_B.")
+    def _rows(self, name: str, experts: Sequence[int]) -> torch.Tensor:
+        return self.tensors.tensor(name)[list(experts)]

@@ -444,12 +444,3 @@ def test_export_is_refused_by_name(tmp_path):
 )
 def test_settings_that_bottlenecks_cannot_have_are_refused(settings, message):
     refused(message, lambda: make(**settings))
-
-
-def test_the_mean_of_unequal_bottlenecks_is_that_of_their_weights():
-    spec = MoELoraConfig(num_experts=3, **BOTTLENECK).expert_spec("mlp")
-    generator = torch.Generator().manual_seed(0)
-    A, B = (torch.randn(3, 8, 5, generator=generator) for _ in range(2))
-    weights = [torch.tensor([0.25, 0.75]).double(), torch.ones(1).double()]
-    for mean, matrix in zip(spec.mean(A, B, [[0, 2], [1]], weights), (A, B), strict=True):
-        assert_near(mean, torch.stack([0.25 * matrix[0] + 0.75 * matrix[2], matrix[1]]))

@@ -208,8 +208,8 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
          {"model": "m", "data": "d", "max_length": 9, "html": True, "expert_map": {"a": [0]}}),
         ("eval", "--model m --tasks a b --experts 0,3 --num-fewshot 2 --each-expert",
          {"model": "m", "tasks": ["a", "b"], "experts": ["0", "3"], "num_fewshot": 2, "each_expert": True}),
-        ("prune", "--model m --output o --merge-twins 0.5 --drop [1,2]",
-         {"model": "m", "output": "o", "merge_twins": 0.5, "drop": [1, 2]}),
+        ("prune", "--model m --output o --min-load 0.5 --drop [1,2]",
+         {"model": "m", "output": "o", "min_load": 0.5, "drop": [1, 2]}),
         ("upcycle", "--model m n --output o --drop-rate 1 --no-weight-scaling",
          {"model": ["m", "n"], "output": "o", "drop_rate": 1, "weight_scaling": False}),
         ("mix", "--output o --adapters a b --gates arrow --top-k 1",
@@ -261,7 +261,7 @@ def test_the_home_folder_is_expanded_where_results_go(tmp_path, monkeypatch):
 def test_what_is_no_list_of_experts_is_not_ignored(drop, tmp_path, capsys):
     tiny_llama().save_pretrained(tmp_path / "base")
     upcycle(tmp_path / "base", tmp_path / "moe", UpcycleConfig(num_experts=3))
-    command = ["prune", "--model", str(tmp_path / "moe"), "--output", str(tmp_path / "out"), "--merge-twins", "0.99"]
+    command = ["prune", "--model", str(tmp_path / "moe"), "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as end:
         main([*command, "--drop", drop])
     assert end.value.code == 2 and "error: drop" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -25,9 +25,8 @@ from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.safetensors_io import Checkpoint
 from moe_peft.pruning import Pruning
-from moe_peft.pruning.expert_groups import LayerFacts, Rules, plan_layers, weights_of
-from moe_peft.pruning.prune import PrunedLayer
-from moe_peft.utils.expert_merging import mean_rows, mean_updates
+from moe_peft.pruning.prune import PrunedLayer, kept_experts
+from moe_peft.pruning.routed_folders import RoutedPart
 from tests.helpers.close import assert_near, near
 from tests.helpers.native_case import IDS, MOE, dense_model, saved
 from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
@@ -79,7 +78,7 @@ def test_adapter_is_the_same_with_logits_of_minus_infinity(name: str, base: str,
     assert_near(actual, masked_logits(original, drop))
     sizes = [layer.num_experts - len(drop.get(i, [])) for i, layer in enumerate(result.layers)]
     specs = [m.moe_lora_spec["default"] for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
-    assert [spec.num_experts for spec in specs] == sizes == [len(layer.groups) for layer in result.layers]
+    assert [spec.num_experts for spec in specs] == sizes == [len(layer.kept) for layer in result.layers]
     assert [layer.dropped for layer in result.layers] == [drop.get(i, []) for i in range(len(result.layers))]
     before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "pruned" / WEIGHTS)
     assert before.keys() == after.keys()
@@ -183,7 +182,7 @@ def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, nor
     result = prune_experts(folder, tmp_path / "pruned", drop=dropped)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    assert getattr(model.config, FAMILIES[MOE[kind]].count) == 3 == len(result.layers[0].groups)
+    assert getattr(model.config, FAMILIES[MOE[kind]].count) == 3 == len(result.layers[0].kept)
     assert sum(p.numel() for p in model.parameters()) == result.size["after"].total
     with torch.no_grad():
         actual, original = (load_double(path)(input_ids=IDS[:, :6]).logits for path in (tmp_path / "pruned", folder))
@@ -196,36 +195,6 @@ def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, nor
 
 
 @torch.no_grad()
-def with_twins(folder: Path, noise: float = 0.0) -> None:
-    """Make expert 3 of an adapter a copy of expert 1, factorized in another way, with its router row, plus noise."""
-    from safetensors.torch import save_file
-
-    state = load_file(folder / WEIGHTS)
-    for name, tensor in state.items():
-        factor = 2.0 if "lora_A" in name else 0.5 if "lora_B" in name else 1.0
-        tensor[3] = tensor[1] * factor + noise * torch.randn(tensor[1].shape)
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def test_exact_twins_with_one_row_keep_the_function_where_one_expert_serves_a_token(base: str, tmp_path: Path):
-    folder = make_adapter(base, tmp_path / "adapter", top_k=1)
-    with_twins(folder)
-    result = prune_experts(folder, tmp_path / "pruned", merge_twins=0.999)
-    assert [layer.groups for layer in result.layers] == [[[0], [1, 3], [2], [4], [5]]] * 2
-    with torch.no_grad():
-        actual, expected = (load_double(path)(input_ids=IDS).logits for path in (tmp_path / "pruned", folder))
-    assert_near(actual, expected, dtype=torch.float32)  # on disk
-
-
-def test_copies_are_twins(tmp_path: Path):
-    """Their cosine is 1 but for rounding."""
-    dense = saved(dense_model("llama"), tmp_path / "dense")
-    upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4))
-    result = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=1.0)
-    assert [sum(len(group) for group in layer.groups) for layer in result.layers] == [4, 4]
-    assert [len(layer.groups) for layer in result.layers] == [2, 2]  # as many as serve a token
-
-
 def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path: Path, capsys):
     """A model whose activations overflow float16: neither `prune` nor `inspect` goes by what it then chooses."""
     dense = dense_model("llama")
@@ -247,111 +216,33 @@ def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path
     main(["prune", "--model", moe, "--data", data, "--output", str(out), "--experts-per-layer", "2"])
 
 
-def test_merged_loras_are_the_nearest_of_their_rank_to_the_mean(base: str, tmp_path: Path):
-    folder = make_adapter(base, tmp_path / "adapter")
-    torch.manual_seed(0)
-    with_twins(folder, noise=0.02)
-    prune_experts(folder, tmp_path / "pruned", merge_twins=0.9)
-    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "pruned" / WEIGHTS)
-    for name in (name for name in before if "lora_A" in name):
-        other = name.replace("lora_A", "lora_B")
-        mean = sum(before[other][i].double().T @ before[name][i].double() for i in (1, 3)) / 2
-        U, S, V = torch.linalg.svd(mean)
-        nearest = U[:, :4] * S[:4] @ V[:4]
-        assert S[4] > 1e-4  # the mean has a higher rank
-        assert_near(after[other][1].double().T @ after[name][1].double(), nearest, dtype=torch.float32)
-        assert torch.equal(after[name][[0, 2, 3, 4]], before[name][[0, 2, 4, 5]])
-    for name in (name for name in before if "router" in name):
-        assert_near(after[name][1], before[name][[1, 3]].mean(0))
-
-
-def test_native_twins_become_their_mean(tmp_path: Path):
-    dense = saved(dense_model("llama"), tmp_path / "dense")
-    upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4, init="noise", noise_scale=0.01, router_init_std=0.5))
-    result = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=0.99, experts_per_layer=3)
-    old, new = load_file(tmp_path / "moe/model.safetensors"), load_file(tmp_path / "pruned/model.safetensors")
-    for layer, pruned in enumerate(result.layers):
-        block = f"model.layers.{layer}.block_sparse_moe"
-        for j, group in enumerate(pruned.groups):
-            for w in ("w1", "w2", "w3"):
-                members = [old[f"{block}.experts.{i}.{w}.weight"] for i in group]
-                expected = torch.stack(members).double().mean(0).float()
-                assert_near(new[f"{block}.experts.{j}.{w}.weight"], expected)
-            row = old[f"{block}.gate.weight"][group].mean(0)
-            assert_near(new[f"{block}.gate.weight"][j], row)
-        assert Counter(map(len, pruned.groups)) == {1: 2, 2: 1} and pruned.dropped == []
-    assert f"{block}.experts.3.w1.weight" not in new
-
-
 # --- which experts go -----------------------------------------------------------------------------------------------
 
 LOAD = torch.tensor([0.5, 0.004, 0.3, 0.0, 0.196], dtype=torch.float64)
-ALIKE = torch.eye(5)
-ALIKE[0, 2] = ALIKE[2, 0] = 0.995
-ALIKE[2, 4] = ALIKE[4, 2] = 0.992
 
 
 @pytest.mark.parametrize(
-    ("rules", "facts", "groups"),
+    ("min_load", "smallest", "count", "gone", "kept"),
     [
-        (Rules(0.01), {}, [[0], [2], [4]]),
-        (Rules(0.001), {}, [[0], [1], [2], [4]]),
-        (Rules(0.01), {"smallest": 4}, [[0], [1], [2], [4]]),  # the least used one goes first
-        (Rules(0.0, 0.99), {}, [[0, 2], [1], [3], [4]]),  # 0 and 4 are not twins, so the three are not a group
-        (Rules(0.01, 0.99), {}, [[0, 2], [4]]),
-        (Rules(0.0, None, 2), {}, [[0], [2]]),
-        (Rules(0.0, 0.99, 2), {}, [[0, 2], [4]]),
-        (Rules(0.01, 0.99, 4), {}, [[0], [1], [2], [4]]),  # no more than asked for
-        (Rules(0.0), {"dropped": [0, 4]}, [[1], [2], [3]]),
-        (Rules(0.01), {"dropped": [0]}, [[2], [4]]),
-        (Rules(0.0, float(ALIKE[0, 2])), {}, [[0, 2], [1], [3], [4]]),  # just as alike as is asked for
+        (0.01, 2, None, [], [0, 2, 4]),
+        (0.001, 2, None, [], [0, 1, 2, 4]),
+        (0.01, 4, None, [], [0, 1, 2, 4]),  # the least used one goes first
+        (0.0, 2, 2, [], [0, 2]),
+        (0.01, 2, 4, [], [0, 1, 2, 4]),  # no fewer than asked for
+        (0.0, 2, None, [0, 4], [1, 2, 3]),
+        (0.01, 2, None, [0], [2, 4]),
     ],
 )
-def test_the_least_harmful_go_first(rules: Rules, facts: dict, groups: list[list[int]]):
-    layer = LayerFacts("layer", 5, facts.pop("smallest", 2), LOAD, ALIKE, **facts)
-    assert plan_layers([layer], rules, same_size=False) == [groups]
+def test_the_least_used_go_first(min_load, smallest, count, gone, kept):
+    assert kept_experts(RoutedPart("layer", 5, 2, smallest), LOAD, gone, min_load, count) == kept
 
 
-def test_twins_have_the_load_of_both():
-    alike, load = torch.eye(4), torch.tensor([0.2, 0.2, 0.35, 0.25])
-    alike[0, 1] = alike[1, 0] = 0.999
-    assert plan_layers([LayerFacts("layer", 4, 2, load, alike)], Rules(0.0, 0.99, 2), False) == [[[0, 1], [2]]]
-
-
-def test_means_are_weighted_and_computed_in_float64():
-    weights = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    values = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
-    exact = (values[[0, 2, 3]].bfloat16().double() * weights.unsqueeze(1)).sum(0)
-    result = mean_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
-    assert torch.equal(result, torch.stack([values[1].bfloat16(), exact.bfloat16()]))
-    A, B = (torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size)) for size in (9, 7))
-    mean_update = sum(w * B[i].double().T @ A[i].double() for i, w in enumerate(weights))
-    U, S, V = torch.linalg.svd(mean_update)
-    found_A, found_B = mean_updates(A, B, [[0, 1, 2]], [weights])
-    nearest = U[:, :2] * S[:2] @ V[:2]
-    assert_near(found_B[0].double().T @ found_A[0].double(), nearest, dtype=torch.float32)
-
-
-def test_groups_count_by_their_load():
-    layer = LayerFacts("layer", 5, 2, LOAD)
-    assert_near(weights_of([0, 2], layer), torch.tensor([0.625, 0.375], dtype=torch.float64))
-    for group, facts in (([3], layer), ([0, 2], LayerFacts("layer", 5, 2))):
-        assert_near(weights_of(group, facts).sum(), torch.ones((), dtype=torch.float64))
-    assert weights_of([0, 2], LayerFacts("layer", 5, 2)).tolist() == [0.5, 0.5]
-
-
-def test_layers_of_a_native_moe_lose_as_many():
-    even = LayerFacts("even", 5, 2, torch.full((5,), 0.2))
-    less = LayerFacts("less", 5, 2, torch.tensor([0.005, 0.4, 0.3, 0.0, 0.295]))
-    one = LayerFacts("one", 5, 2, torch.tensor([0.3, 0.4, 0.299, 0.001, 0.0]), dropped=[1])
-    assert plan_layers([even, less], Rules(0.01), True) == [[[i] for i in range(5)]] * 2
-    assert plan_layers([even, less], Rules(0.01), False)[1] == [[1], [2], [4]]
-    same = LayerFacts("same", 5, 2, less.load, dropped=[4])
-    assert plan_layers([same, one], Rules(0.01), True) == [[[1], [2]], [[0], [2]]]
-    with pytest.raises(
-        ValueError, match="one keeps 4 experts, another layer 5: a native MoE has the same number in every layer"
-    ):
-        plan_layers([even, one], Rules(), True)
+def test_layers_of_a_native_moe_lose_as_many(base: str, tmp_path: Path):
+    moe = make_native("llama", tmp_path)
+    result = prune_experts(moe, tmp_path / "pruned", drop={0: [1], 1: [4]})
+    assert [layer.kept for layer in result.layers] == [[0, 2, 3, 4], [0, 1, 2, 3]]
+    with pytest.raises(ValueError, match="keeps 4 experts, another layer 5: a native MoE has the same number in every"):
+        prune_experts(moe, tmp_path / "other", drop={0: [1]})
 
 
 # --- with data ------------------------------------------------------------------------------------------------------
@@ -422,21 +313,17 @@ def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, t
     assert "`moe-peft prune` of" in card and ("import moe_peft" in card) == (kind == "adapter")
 
 
-def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, capsys, monkeypatch):
-    folder, out, asked = make_adapter(base, tmp_path / "adapter"), tmp_path / "pruned", []
-    monkeypatch.setattr("moe_peft.pruning.prune.plan_layers", lambda *a: asked.append(a[1]) or plan_layers(*a))
+def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, capsys):
+    folder, out = make_adapter(base, tmp_path / "adapter"), tmp_path / "pruned"
     main(["prune", "--model", str(folder), "--output", str(out), "--data", data, "--experts-per-layer", "4",
           "--label-column", "domain", "--drop", '{"0": [5]}'])  # fmt: skip
     printed = capsys.readouterr().out
-    assert asked == [Rules(0.01, None, 4)]
     report = json.loads((out / "pruning.json").read_text())
     assert 5 in report["layers"][0]["dropped"] and "6 → 4" in printed and "tokens that lost an expert in any" in printed
     assert f"{report['loss']['before']['mean']:.4f}" in printed and f"{report['size']['after']['active']:,}" in printed
     assert PeftConfig.from_pretrained(out).num_experts == 4 and not list(tmp_path.glob(".*"))
     with pytest.raises(SystemExit):
-        main(
-            ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
-        )
+        main(["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--drop", "null"])
     assert "--drop: 'null': is not a value" in capsys.readouterr().err
 
 
@@ -456,9 +343,9 @@ def test_experts_are_dropped_by_their_names(base: str, tmp_path: Path, capsys):
 def test_many_layers_that_lost_the_same_are_one_row(capsys, monkeypatch):
     monkeypatch.setattr(cli_prune, "Console", partial(cli_prune.Console, width=160))
     names = [f"model.layers.{i}.{part}" for i in range(30) for part in ("mlp", "self_attn.q_proj", "self_attn.o_proj")]
-    layers = [PrunedLayer(name, 3, [[0], [2]], [1], None) for name in names]
+    layers = [PrunedLayer(name, 3, [0, 2], [1], None) for name in names]
     size = {"before": ModelSize(9, 9, 9), "after": ModelSize(8, 8, 8)}
-    print_pruning(Pruning(layers, size, None, {"layers": [i / 90 for i in range(90)], "any_layer": 0.5}, None))
+    print_pruning(Pruning(layers, size, None, {"layers": [i / 90 for i in range(90)], "any_layer": 0.5}))
     printed = capsys.readouterr().out
     for i, part in enumerate(("mlp", "self_attn.q_proj", "self_attn.o_proj")):
         (row,) = [line for line in printed.splitlines() if part in line]
@@ -474,8 +361,8 @@ def test_many_layers_that_lost_the_same_are_one_row(capsys, monkeypatch):
         ({}, {"drop": [6]}, r"drop=\[6\]: model.layers.0.mlp has experts 0 to 5"),
         ({}, {"drop": {"x": [0]}}, "drop: layer x: the model has layers 0 to 1"),
         ({}, {"drop": [0, 1, 2, 3, 4]}, "leaves 1 of 6 experts; keep at least 2"),
-        ({}, {"merge_twins": 0.9999}, "every expert stays; the largest cosine of two experts is"),
-        ({}, {"merge_twins": 0.99, "experts_per_layer": 3}, "experts_per_layer=3: 6 are left, and only data say"),
+        ({}, {"drop": []}, "every expert stays; raise min_load, or give experts_per_layer or drop"),
+        ({}, {"drop": [0], "experts_per_layer": 3}, "experts_per_layer=3: 5 are left, and only data say"),
         ({"router_type": "hash"}, {"drop": [0]}, "router_type='hash': such a router has no parameters of single"),
         ({"router_type": "locmoe"}, {"drop": [0]}, "router_type='locmoe': such a router has no parameters of single"),
         (

@@ -194,15 +194,3 @@ class Experts:
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Inner products of what one projection's experts are compared by, float64 [n, n]."""
         raise NotImplementedError
-
-    def mean(
-        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        One expert for each group of a projection's experts.
-
-        Args:
-            groups: the experts of each group; that of a single expert keeps it bit for bit.
-            weights: the weight of each of them, float64 [len(group)], which sum to 1.
-        """
-        raise NotImplementedError

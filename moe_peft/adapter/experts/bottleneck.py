@@ -12,7 +12,7 @@ from dataclasses import fields
 import torch
 import torch.nn.functional as F
 
-from ...utils.expert_merging import mean_rows, value_gram
+from ...utils.expert_merging import value_gram
 from ...utils.torch_contexts import without_autocast
 from .base import Experts, FFNHost, Shapes
 from .lora import LoraExperts
@@ -78,8 +78,3 @@ class BottleneckExperts(Experts):
         between.
         """
         return value_gram(A.flatten(1)) + value_gram(B.flatten(1))
-
-    def mean(
-        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return mean_rows(A, groups, weights), mean_rows(B, groups, weights)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...utils.expert_merging import mean_rows, update_gram
+from ...utils.expert_merging import update_gram
 from ...utils.messages import InputError
 from .base import Shapes
 from .lora import LoraExperts
@@ -35,9 +35,3 @@ class HydraLoraExperts(LoraExperts):
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return self.scaling**2 * update_gram(A.expand(len(B), -1, -1), B)
-
-    def mean(
-        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean of the B_i, which gives exactly the mean update."""
-        return A, mean_rows(B, groups, weights)

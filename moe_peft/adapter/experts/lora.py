@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ...utils.expert_merging import mean_updates, update_gram
+from ...utils.expert_merging import update_gram
 from ...utils.messages import InputError
 from ...utils.torch_contexts import without_autocast
 from ..dispatch import Dispatch, plus_product
@@ -214,12 +214,6 @@ class LoraExperts(Experts):
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Inner products of the updates `s·B_i A_i`."""
         return self.scaling**2 * update_gram(A, B)
-
-    def mean(
-        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The updates of rank r that are nearest to the groups' mean updates."""
-        return mean_updates(A, B, groups, weights)
 
 
 def may_overwrite(projection: nn.Module) -> bool:

@@ -338,41 +338,6 @@ def plot_bars(values: Mapping[str, Mapping[str, float]], path: str | Path, title
     save_figure(figure, path, title)
 
 
-def plot_expert_scores(
-    values: Mapping[str, Sequence[float]],
-    tasks: Sequence[str],
-    higher_is_better: Sequence[bool | None],
-    path: str | Path,
-) -> None:
-    """
-    Heat map of what each expert reaches alone, with the model and its base: a row per model, a column per task. Within
-    a task white is the base (without one, the model), blue is better and red is worse; where better is unknown,
-    higher counts as better.
-
-    Args:
-        values: "model", "expert 0", … → one value per task.
-        tasks: the columns' names.
-        higher_is_better: of each task's metric.
-        path: the file to write.
-    """
-    value_MT = torch.tensor(list(values.values()), dtype=torch.float64)
-    sign_T = torch.tensor([-1.0 if better is False else 1.0 for better in higher_is_better], dtype=torch.float64)
-    reference = "base" if "base" in values else "model" if "model" in values else next(iter(values))
-    gain_MT = (value_MT - torch.tensor(values[reference])) * sign_T
-    relative_MT = (gain_MT / gain_MT.abs().amax(0).clamp(min=1e-12)).nan_to_num(0.0).neg().numpy()
-    rows, columns = relative_MT.shape
-    figure = new_figure(max(4.4, min(16.0, 1.8 + 0.7 * columns)), max(2.8, min(16.0, 1.6 + 0.3 * rows)))
-    axis = figure.subplots()
-    axis.imshow(relative_MT, cmap=_diverging(), vmin=-1, vmax=1, aspect="auto")
-    if columns <= _MOST_EXPERTS:
-        _write_numbers(axis, value_MT, _diverging()((relative_MT + 1) / 2), "{:.3g}")
-    axis.set_xticks(range(columns), tasks, rotation=30, ha="right", fontsize=9, parse_math=False)
-    axis.set_yticks(range(rows), list(values), fontsize=9, parse_math=False)
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-    save_figure(figure, path, f"Each expert alone\nblue: better than the {reference}; red: worse")
-
-
 def plot_load_over_time(
     steps: Sequence[int], variations: Sequence[Sequence[float]], untrained: float, path: str | Path
 ) -> None:

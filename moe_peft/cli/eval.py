@@ -8,9 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..evaluation.task_settings import TaskSettings
-from ..utils.messages import InputError
 from ..utils.validation import Flag, Seed, Text
-from .settings import FigureFormat, SettingsParser, WeightSettings, check_models, joined_by_commas, settings_of
+from .settings import SettingsParser, WeightSettings, check_models, joined_by_commas, settings_of
 
 EXAMPLE = r"""
 example:
@@ -40,14 +39,13 @@ class EvalSettings(WeightSettings, _TaskSettings):
         title="NAME", description="tasks, groups, tags, patterns or YAML files; commas may separate them"
     )
     seed: Seed | None = Field(None, description="seed of everything random; default: the harness's seeds")
-    output: Text = Field("evaluation", title="FOLDER", description="folder for results.json, results.md and the figure")
-    figures: FigureFormat | None = Field(None, description="format of the figure of --each-expert; default: png")
+    output: Text = Field("evaluation", title="FOLDER", description="folder for results.json")
 
 
 _GROUPS = {
     "Model": ("model", "base", "no_base", "experts", "each_expert", "dtype", "quantization"),
     "Tasks": [field.name for field in dataclasses.fields(TaskSettings)],
-    "Report": ("output", "figures"),
+    "Report": ("output",),
 }
 
 
@@ -57,8 +55,6 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: EvalSettings) -> None:
-    if settings.figures is not None and not settings.each_expert:
-        raise InputError(f"figures={settings.figures!r}: the figure shows each_expert; add that, or leave it out")
     given: Any = settings
     tasks = {field.name: getattr(given, field.name) for field in dataclasses.fields(TaskSettings)}
     what = TaskSettings(**tasks)
@@ -77,6 +73,5 @@ def run(settings: EvalSettings) -> None:
         each_expert=settings.each_expert,
         dtype=settings.dtype,
         quantization=settings.quantization,
-        suffix=f".{settings.figures or 'png'}",
     )
     leave_processes()

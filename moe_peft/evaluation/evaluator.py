@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from rich.console import Console
 
 from ..analysis.inputs import describe
 from ..models.introspection import base_model, expert_names
@@ -19,15 +20,16 @@ from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, expert_indices, force_experts
 from ..native.folders import AdapterFolder, open_folder
 from ..utils.distributed import on_main_process
-from ..utils.io import output_folder
+from ..utils.io import output_folder, read_json, write_json
 from ..utils.loading import check_template
 from ..utils.messages import InputError
 from ..utils.torch_contexts import free_memory
 from .harness import Harness, TaskSettings
-from .results import EXPERT, RESULTS, Scores, print_results, read_scores, write_results
+from .results import Scores, as_table, read_scores
 
 logger = logging.getLogger("moe_peft")
 
+RESULTS = "results.json"
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
 
 
@@ -42,11 +44,9 @@ def evaluate_model(
     each_expert: bool = False,
     dtype: str = "auto",
     quantization: dict[str, Any] | None = None,
-    suffix: str = ".png",
 ) -> dict[str, Scores]:
     """
-    Evaluate a model on tasks of lm-evaluation-harness: print tables, and write `results.json` and `results.md`, with
-    `each_expert` also the heat map `experts`.
+    Evaluate a model on tasks of lm-evaluation-harness: print a table, and write `results.json`.
 
     Args:
         model_path: the folder of an adapter, a native MoE or a dense model.
@@ -58,7 +58,6 @@ def evaluate_model(
         each_expert: evaluate each expert alone too (of `experts`, if given).
         dtype: of the weights, as `from_pretrained` takes it.
         quantization: fields of `BitsAndBytesConfig`; for the base too.
-        suffix: the figure's format: ".png", ".pdf" or ".svg".
 
     Returns:
         "model", "base", "expert 0" (or its name), … → scores, in the main process; in others all are empty.
@@ -80,7 +79,7 @@ def evaluate_model(
     """
     PartialState(cpu=not torch.accelerator.is_available())
     with ExitStack() as stack:
-        output = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output", RESULTS.is_in)))
+        output = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output", _is_evaluation)))
         folder = open_folder(model_path, "--model")
         adapter = isinstance(folder, AdapterFolder)
         if isinstance(folder, AdapterFolder):
@@ -113,10 +112,19 @@ def evaluate_model(
             about["base"] = base
         scores = {name: read_scores(of_model) if of_model else {} for name, of_model in results.items()}
         if PartialState().is_main_process:
-            kept = {name: value for name, value in results["model"].items() if name in _KEPT}
-            files = write_results(scores, {**about, **kept}, output, suffix)
-            print_results(scores, about, files)
+            about |= {name: value for name, value in results["model"].items() if name in _KEPT}
+            rows = {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
+            write_json(output / RESULTS, {"about": about, "scores": rows})
+            console = Console(markup=False, emoji=False)
+            console.print(as_table(scores))
+            console.print(str(output / RESULTS), highlight=False, soft_wrap=True)
     return scores
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether a folder has an earlier evaluation and nothing else."""
+    others = {path.name for path in folder.iterdir()} - {RESULTS, ".lock"}
+    return not others and {"about", "scores"} <= read_json(folder / RESULTS).keys()
 
 
 def _run(
@@ -125,7 +133,7 @@ def _run(
     """What the harness returns for the model and, if asked, for each of its experts alone."""
     alone = _alone(model, experts) if each_expert else []
     results = {}
-    for name, chosen in [("model", experts), *((f"{EXPERT}{expert}", [expert]) for expert in alone)]:
+    for name, chosen in [("model", experts), *((f"expert {expert}", [expert]) for expert in alone)]:
         with _steered(model, chosen):
             results[name] = harness.run(model, tokenizer)
     return results

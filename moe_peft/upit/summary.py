@@ -9,7 +9,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
-from ..evaluation.results import as_table, by_metric
+from ..evaluation.results import as_table
 from ..models.model_size import ModelSize
 from .evaluate import recorded_scores
 from .pipeline import UpIT
@@ -45,7 +45,7 @@ def print_summary(pipeline: UpIT) -> None:
     if "loss" in evaluated:
         console.print(_loss_table(evaluated["loss"]))
     if "tasks" in evaluated:
-        console.print(as_table(by_metric(recorded_scores(evaluated["tasks"]))))
+        console.print(as_table(recorded_scores(evaluated["tasks"])))
     if "size" in metrics.get("post_train", {}):
         say(f"MoE: {ModelSize(**metrics['post_train']['size'])}")
     if warning := _load_warning(metrics):

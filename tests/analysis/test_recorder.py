@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft.analysis import TOKEN_CLASSES, RoutingStatistics, classify_tokens, record_routing
 from moe_peft.analysis import routing_report as report
-from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_load_over_time, plot_shares
+from moe_peft.analysis.figures import plot_compliance, plot_load_over_time, plot_shares
 from moe_peft.analysis.html import numbering, shares_section, strongest
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
@@ -340,7 +340,6 @@ def test_names_with_dollar_signs_are_text(tmp_path):
     share, name = torch.full((2, 4), 0.25), r"$\frac$"
     plot_shares({name: share}, tmp_path / "shares.png", title=name)
     plot_compliance({name: torch.rand(2, 3)}, tmp_path / "compliance.png", [0, 1, 3], {name: 0.5})
-    plot_expert_scores({name: [1.0], "b": [2.0]}, [name], [True], tmp_path / "scores.png")
 
 
 def test_what_is_said_of_a_domain_names_layer_and_expert():

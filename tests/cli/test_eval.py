@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_peft import allow_experts, expert_to_lora, replace_routers
 from moe_peft.cli import main
 from moe_peft.evaluation import Harness, TaskSettings, evaluate_model
-from moe_peft.evaluation.results import as_markdown
 from moe_peft.models.introspection import base_model
 from moe_peft.native import export_adapter, load_routers
 from tests.helpers.chat_model import save_chat_model
-from tests.helpers.close import assert_near, near
+from tests.helpers.close import near
 from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
 from tests.helpers.warm import programs
 
@@ -91,12 +90,9 @@ def test_adapter_beside_its_base_has_the_harness_numbers(folder, tmp_path, capsy
     assert_same(found["base"], plain(dense(folder / "base"), folder, num_fewshot=2, limit=10))
     assert found["model"] != found["base"]
     printed = capsys.readouterr().out
-    assert f"base: {folder / 'base'}" in printed.replace("\n", "")
-    markdown = (tmp_path / "out" / "results.md").read_text()
     value, stderr = found["model"]["toy_both", "acc"]
-    assert f"| toy_both | 2 | acc ↑ | {value:.4f} ± {stderr:.4f} |" in markdown
-    assert f"| toy_text | 2 | word_perplexity ↓ | {found['model']['toy_text', 'word_perplexity'][0]:.4f} |" in markdown
-    assert not (tmp_path / ".out.partial").exists()
+    assert "toy_both, 2-shot: acc ↑" in printed and f"{value:.4f} ± {stderr:.4f}" in printed
+    assert f"{found['model']['toy_text', 'word_perplexity'][0]:.4f}" in printed and "word_perplexity ↓" in printed
     about = json.loads((tmp_path / "out" / "results.json").read_text())["about"]
     assert about["n-samples"]["toy_a"] == {"original": 24, "effective": 10} and about["dtype"] == "float32"
 
@@ -111,11 +107,8 @@ def test_each_expert_alone_is_its_lora_and_the_exports_expert(folder, tmp_path, 
         alone = PeftModel.from_pretrained(dense(folder / "base"), tmp_path / f"lora-{expert}")
         assert_same(found[f"expert {expert}"], plain(alone, folder, limit=8))
     assert len({scores["toy_text", "word_perplexity"] for scores in found.values()}) == 6
-    table = (tmp_path / "out" / "results.md").read_text().split("Each expert alone:\n\n")[1].splitlines()
-    assert table[0] == "|  | toy_text word_perplexity ↓ | toy_both acc ↑ |"  # not the tasks of the group
-    assert table[4].startswith(f"| expert 1 | {found['expert 1']['toy_text', 'word_perplexity'][0]:.4f} |")
-    assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
-    assert "Each expert alone" in capsys.readouterr().out
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "expert 1" in line]  # a model is a row
+    assert f"{found['expert 1']['toy_text', 'word_perplexity'][0]:.4f}" in row
     native = evaluate(folder, tmp_path / "native", "--model", folder / "native", *every)
     assert list(native) == ["model", *(f"expert {i}" for i in range(4))]
     for name, scores in native.items():
@@ -248,8 +241,7 @@ def test_tasks_may_be_named_one_by_one():
         (["--limit", "nan"], "limit='nan': must be"),
         (["--limit", "2.7"], "limit=2.7: must be"),
         (["--apply-chat-template", "False"], "apply_chat_template='False': "),
-        (["--tasks", "{folder}/few.yaml"], "num_fewshot='few': task 'toy_a': must be a whole number"),
-        (["--num-fewshot", "24"], "num_fewshot=24: task 'toy_a' has no more than 23 examples"),
+        (["--num-fewshot", "24"], "tasks='toy_a': "),
         (["--limit", "0"], "limit=0.0: must be"),
         (["--num-fewshot", "-1"], "num_fewshot=-1: must be an integer, at least 0"),
         (["--experts", "4"], "--experts: experts [4]: the model has experts 0 to 3"),
@@ -257,7 +249,6 @@ def test_tasks_may_be_named_one_by_one():
         (["--experts", "0,4"], "the model has experts 0 to 3"),
         (["--experts", "one"], "experts='one': the model's experts have no names; give an index"),
         (["--experts", "0,9", "--each-expert"], "experts 0 to 3"),
-        (["--figures", "svg"], "figures='svg': the figure shows each_expert; add that, or leave it out"),
         (["--quantization", "[4]"], "quantization=[4]: must be a mapping"),
         (["--quantization", '{{"load_in_5bit": true}}'], "--quantization.load_in_5bit: unknown key; did you mean"),
         (["--quantization", "{{}}"], "give load_in_4bit or load_in_8bit"),
@@ -269,7 +260,6 @@ def test_tasks_may_be_named_one_by_one():
     ],
 )
 def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, folder, tmp_path, capsys):
-    (folder / "few.yaml").write_text((folder / "tasks" / "a.yaml").read_text() + "num_fewshot: few\n")
     given = ["--model", str(folder / "adapter"), "--include-path", str(folder / "tasks")]
     given += [] if "--tasks" in arguments else ["--tasks", "toy_a"]
     given += ["--output", str(tmp_path / "out"), *(argument.format(folder=folder) for argument in arguments)]
@@ -284,8 +274,8 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, folder, t
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("metric: acc, aggregation: mean", "metric: nothing", "KeyError: None; is there a split, a metric"),
-        ("test_split: test", "test_split: tset", "KeyError: 'tset'; is there a split"),
+        ("metric: acc, aggregation: mean", "metric: nothing", "KeyError: None"),
+        ("test_split: test", "test_split: tset", "KeyError: 'tset'"),
         ("dataset_path: json\n", "", "TypeError: expected str"),
         (
             "metric_list:",
@@ -390,7 +380,7 @@ def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monke
         looked.clear()
         found = Harness(TaskSettings(names, include_path=str(tmp_path / "mine"))).loaded["tasks"]
         assert found.keys() == tasks and looked == wanted
-    with pytest.raises(ValueError, match=r"tasks='wrong': TypeError: .* in a group one that does not exist"):
+    with pytest.raises(ValueError, match=r"tasks='wrong': TypeError: "):
         Harness(TaskSettings(("wrong",), include_path=str(tmp_path / "mine")))
 
 
@@ -401,11 +391,8 @@ def test_files_go_into_the_folder_that_is_named_and_no_other_is_touched(folder, 
     monkeypatch.chdir(out)
     common = ("--model", folder / "adapter", "--no-base", "--limit", 2)
     evaluate(folder, Path("."), *common, "--each-expert", tasks="toy_a")
-    assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.png"}
-    (out / "experts.txt").touch()
     evaluate(folder, out, *common, tasks="toy_a")
-    assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.txt"}
-    assert other.is_dir()
+    assert {path.name for path in out.iterdir()} == {"results.json"} and other.is_dir()
 
 
 @pytest.mark.parametrize("name", ["results.json", "notes.txt"])
@@ -429,21 +416,6 @@ def test_without_the_harness_the_extra_is_named(folder, monkeypatch, capsys):
         main(["eval", "--model", str(folder / "adapter"), "--tasks", "toy_a"])
     assert end.value.code == 2
     assert "pip install '.[eval]'" in capsys.readouterr().err
-
-
-def test_figure_shows_what_is_better_and_worse_than_the_model_within_a_task(tmp_path, monkeypatch):
-    """Lower perplexities and higher accuracies are both better; colors go from 1, worse, to -1."""
-    from matplotlib.axes import Axes
-
-    from moe_peft.analysis.figures import plot_expert_scores
-
-    drawn = []
-    original = Axes.imshow
-    monkeypatch.setattr(Axes, "imshow", lambda self, x, **own: drawn.append(x) or original(self, x, **own))
-    values = {"model": [0.5, 20.0, 1.0], "expert 0": [0.25, 10.0, 1.0], "expert 1": [0.75, 30.0, 1.0]}
-    plot_expert_scores(values, ["a", "b", "c"], [True, False, None], tmp_path / "x.svg")
-    assert_near(torch.tensor(drawn[0]), torch.tensor([[0, 0, 0], [1, -1, 0], [-1, 1, 0]], dtype=torch.float64))
-    assert "0.75" in (tmp_path / "x.svg").read_text()
 
 
 # --- exec -----------------------------------------------------------------------------------------------------------
@@ -520,7 +492,7 @@ def test_from_the_command_line(tmp_path):
             ["bash", str(script), str(tmp_path / "out")], capture_output=True, text=True, env=environment, cwd=tmp_path
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "verified: of " in done.stdout and "Each expert alone" in done.stdout
+    assert "verified: of " in done.stdout and "expert 0" in done.stdout
     assert (tmp_path / "out" / "routing" / "load.png").is_file()
     adapter, export = (
         json.loads((tmp_path / "out" / name / "results.json").read_text())["scores"]
@@ -531,7 +503,3 @@ def test_from_the_command_line(tmp_path):
     assert len(found) == 6 and found == near(wanted)
     bits = {scores[-1]["value"] for scores in (adapter["model"], adapter["base"], adapter["expert 0"])}
     assert len(bits) == 3 and all(score["metric"] in ("acc", "bits_per_byte") for score in adapter["model"])
-
-
-def test_names_with_bars_keep_the_columns_of_a_table():
-    assert as_markdown([["task", "acc"], ["a|b", "1 | 2"]]).splitlines()[2] == r"| a\|b | 1 \| 2 |"

@@ -37,6 +37,19 @@ class PrunedLayer:
         kept: the experts that are left, by their indices before.
         dropped: those that are gone.
         load: each expert's share of the layer's assignments before; None without data.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.pruning import PrunedLayer
+    >>> layer = PrunedLayer(
+    ...     "model.layers.0.mlp",
+    ...     num_experts=4,
+    ...     kept=[0, 1, 2],
+    ...     dropped=[3],
+    ...     load=None,
+    ... )
+    ```
     """
 
     name: str

@@ -47,7 +47,6 @@ PRINTED = {
 }
 WRITTEN = {
     "combine.md": "mixed-2/mix.json",
-    "evaluating.md": "evaluation/experts.png",
     "hub.md": "lora-prose-again/adapter_model.safetensors",
     "inspect.md": "routing/report.html",
     "native-checkpoints.md": "exported/model.safetensors",

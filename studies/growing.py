@@ -260,16 +260,22 @@ def report(ledger: Ledger) -> str:
         lines.append(f"| {LABELS[other]} − {LABELS['mixture']} | {cells} |")
     curves = {
         LABELS[way]: points
-        for way in ("in turn", "mean", "replay", "mixture", "own")
+        for way in ("in turn", "mean", "replay", "mixture", "picked", "picked 480", "own", "joint")
         if (points := [
-            (float(arrived), statistics.fmean(losses))
+            (float(arrived), 100 * statistics.fmean(exact))
             for arrived in range(1, len(TASKS) + 1)
-            if (losses := [run["loss"] for run in runs if (run["way"], run["arrived"]) == (way, arrived)])
+            if (exact := [run["exact"] for run in runs if (run["way"], run["arrived"]) == (way, arrived)])
         ])
     }  # fmt: skip
     if curves:
-        plot_curves(curves, RESULTS / "growing.svg", "tasks that have arrived", "held-out loss, mean of these tasks")
-        lines += ["", "![Loss on all tasks that have arrived, by way](growing.svg)"]
+        plot_curves(
+            curves,
+            RESULTS / "growing.svg",
+            "tasks that have arrived",
+            "right answers to these tasks (%)",
+            scale="linear",
+        )
+        lines += ["", "![Right answers to all tasks that have arrived, by way](growing.svg)"]
     return "\n".join(lines) + "\n"
 
 

@@ -42,13 +42,14 @@ _METHODS = {
     "pesc": ("PESC", "#009e73"),
     "self_moe": ("Self-MoE", "#cc79a7"),
     "upit": ("UpIT", "#d55e00"),
-    "mean": ("mean of the checkpoints", "#f0e442"),
+    "mean": ("mean of the checkpoints", "#7a6a00"),
     "checkpoints": ("checkpoints", "#d55e00"),
 }
 # The same of the ways to use several adapters, which have no other names.
 _WAYS = {
-    "mixture": "#0072b2", "mean of the adapters": "#f0e442", "mean of four LoRAs": "#f0e442",
-    "mean of the LoRAs": "#f0e442", "one LoRA for all": "#e69f00", "one LoRA in turn": "#e69f00",
+    "mixture": "#0072b2", "mean of the adapters": "#7a6a00", "mean of four LoRAs": "#7a6a00",
+    "mean of the LoRAs": "#7a6a00", "one LoRA on all rows": "#009e73", "one LoRA for all": "#009e73",
+    "joint LoRA": "#009e73", "one LoRA in turn": "#e69f00",
     "picked by its prompt": "#cc79a7", "each its own LoRA": "#333333", "its own LoRA for each row": "#333333",
 }  # fmt: skip
 
@@ -282,13 +283,16 @@ def plot_compliance(
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
-def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str) -> None:
+def plot_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str, scale: str = "log"
+) -> None:
     """
-    Lines through points (x, y > 0; y on a logarithmic axis), one for each name, which stands at its end. Methods have
-    their colors, variants of one method differ by dashes, and other names get shades in their order.
+    Lines through points (x, y), one for each name, which stands at its end. Methods have their colors, variants of one
+    method differ by dashes, and other names get shades in their order.
 
     Args:
         x, y: names of the axes.
+        scale: of y, matplotlib's.
     """
     from matplotlib.ticker import LogLocator
 
@@ -301,10 +305,11 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str |
         style = "-" if color is None else next(styles[color])
         axis.plot(*zip(*points, strict=True), color=color or next(others), linestyle=style)
     axis.margins(x=0)
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.minorticks_off()
+    axis.set_yscale(scale)
+    if scale == "log":
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     _label_ends(axis, dict(zip(curves, axis.lines, strict=True)))

@@ -330,6 +330,6 @@ def test_api_pages_have_every_public_name(package: str, site: Path):
 
 def test_readme_is_short_and_its_links_lead_somewhere():
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 110
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     assert links and not [link for link in links if not (ROOT / link).exists()]

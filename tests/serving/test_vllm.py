@@ -27,7 +27,7 @@ from openai import OpenAI
 from vllm import SamplingParams
 
 from benchmarks.tracing import Trace
-from moe_peft.demo.smollm2 import smollm2_folder
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft.serving.vllm_layers import MoELoraLinears
 from tests.helpers.vllm_case import KINDS, NEW, PROMPTS, SIZE, distributions, engine, expected
 

@@ -248,10 +248,9 @@ class Recipe(RecipeFields):
 
     def _check_labels(self) -> None:
         rule, labeled = self.router_init.rule, self.data.label_column is not None
-        if not labeled and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
+        if not labeled and rule and rule.needs_labels:
             raise InputError(
-                f"data.label_column=None: prepare.order={self.prepare.order!r} with "
-                f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
+                f"data.label_column=None: router_init.buckets={self.router_init.buckets!r} needs a column of labels"
             )
         if self.router_init.expert_map is not None:
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")

@@ -103,10 +103,6 @@ def merged(settings: dict, change: dict) -> dict:
             with_sft("post_train", padding_free=False, packing=True, pad_to_multiple_of=8),
             "post_train.sft.pad_to_multiple_of=8: nothing marks this padding in packed rows",
         ),
-        (
-            {"prepare": {"order": "blocks", "sft": {"packing": True}}},
-            "prepare.order='blocks': sft.packing=True puts rows of several domains together; set",
-        ),
     ],
 )
 def test_it_is_said_before_the_first_stage(change, words, case, tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ from transformers import (
 
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
-from moe_peft.chat import Answer, Conversation, Routes, record_routes
+from moe_peft.analysis import Routes, record_routes
+from moe_peft.chat import Answer, Conversation
 from moe_peft.combine.mix import mix
 from moe_peft.combine.mix_settings import MixSettings
 from moe_peft.models.introspection import observed_routing

@@ -34,7 +34,7 @@ $(DEMO)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(DEMO)/.ready
-	$(DEMO)/bin/moe-peft demo --output .cache/demo
+	$(DEMO)/bin/python -m examples.demo --output .cache/demo
 
 # One thread per worker: several workers with several threads each would wait for one another.
 TESTS := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --ignore tests/training/test_engines.py

@@ -27,8 +27,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig
-from moe_peft.demo.smollm2 import smollm2_folder
 
 from .processes import peak_growth, run_module
 from .timing import Ratio, clock, interleave, ratio

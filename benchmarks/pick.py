@@ -129,8 +129,8 @@ def make(root: Path) -> tuple[Path, dict[str, Path]]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    from examples.demo.smollm2 import smollm2_folder
     from moe_peft import RequestGate
-    from moe_peft.demo.smollm2 import smollm2_folder
 
     base = smollm2_folder()
     adapters = {}

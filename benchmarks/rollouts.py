@@ -26,8 +26,8 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, RouterLossesMixin
-from moe_peft.demo.smollm2 import smollm2_folder
 
 RESULT = Path(__file__).parent / "results" / "rollouts.md"
 ATTENTION = ["q_proj", "v_proj"]

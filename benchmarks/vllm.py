@@ -66,8 +66,8 @@ def make(root: Path) -> dict[str, list[Path]]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    from examples.demo.smollm2 import smollm2_folder
     from moe_peft import MoELoraConfig
-    from moe_peft.demo.smollm2 import smollm2_folder
     from moe_peft.native import export_adapter
 
     base = smollm2_folder()

@@ -9,7 +9,7 @@ Every case is a tiny model with random weights, in float32: an adapter on its ba
 upcycled). An engine gets the folder, or for llama.cpp its GGUF file, and gives the log-probabilities of the next token
 after each of twelve. "exact": none differs by more than 1e-5 of the largest. "wrong by x": one differs by x. "refused":
 `moe-peft export` writes no such file. "fails": the engine does not load it. What `moe-peft export` says of an engine
-(`moe_peft.native.engines`) must be what comes out.
+(`moe_peft.native.families`) must be what comes out.
 
 An engine is a script that runs in a process of its own, without this package and by any interpreter: `--python` is that
 of another environment. The table has all engines whose results are in `--folder`.
@@ -34,7 +34,7 @@ import transformers
 from transformers import AutoConfig
 
 from moe_peft.native import UpcycleConfig, export_adapter, export_gguf, upcycle
-from moe_peft.native.engines import inexact
+from moe_peft.native.families import inexact
 from moe_peft.utils.messages import one_line
 from tests.helpers.llama_cpp import letters
 from tests.helpers.native_case import DENSE, IDS, adapter, dense_model, logits, saved

@@ -57,8 +57,8 @@ from trl import (
     SFTTrainer,
 )  # fmt: skip
 
+from examples.demo.smollm2 import NAME, smollm2_folder
 from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
-from moe_peft.demo.smollm2 import NAME, smollm2_folder
 from moe_peft.utils.messages import one_line
 from tests.fakes.liger import installed
 from tests.helpers.words import word_tokenizer

@@ -12,8 +12,8 @@ mkdir -p "${1:?name a folder}" && cd "$1"
 
 # 1. Data: four kinds of short requests; and a base model, SmolLM2-135M-Instruct unless BASE names another.
 read -r train test <<< "${ROWS:-300 20}" # per domain
-python -m moe_peft.demo.tasks --output data --train "$train" --test "$test"
-[ -e base ] || ln -s "${BASE:-$(python -c 'from moe_peft.demo.smollm2 import smollm2_folder; print(smollm2_folder())')}" base
+python -m examples.demo.tasks --output data --train "$train" --test "$test"
+[ -e base ] || ln -s "${BASE:-$(python -c 'from examples.demo.smollm2 import smollm2_folder; print(smollm2_folder())')}" base
 
 # 2. A task for each domain: which of four answers belongs to the question? And how many bits do answers cost?
 #    Local task files are those of lm-evaluation-harness.

@@ -25,9 +25,9 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo.smollm2 import smollm2_folder
+from examples.demo.tasks import make_rows
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
-from moe_peft.demo.smollm2 import smollm2_folder
-from moe_peft.demo.tasks import make_rows
 from moe_peft.upit.evaluate import evaluate
 
 from .differences import paired_difference

@@ -43,9 +43,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import force_experts, init_gates, lora_to_moe
 from moe_peft.analysis.figures import plot_curves
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.gates import uniform_gates
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 

@@ -22,10 +22,10 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.analysis.figures import plot_compliance
 from moe_peft.analysis.recorder import RoutingStatistics, record_routing
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.training.preparation import preparation, tokenized
 
 from .differences import paired_difference

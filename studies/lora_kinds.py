@@ -54,10 +54,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from examples.demo.smollm2 import NAME, smollm2_folder
 from moe_peft import MoESFTConfig, MoESFTTrainer, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.layers import MoELoraLinear
 from moe_peft.analysis.figures import plot_bars
-from moe_peft.demo.smollm2 import NAME, smollm2_folder
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized

@@ -61,10 +61,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import force_experts, init_gates, lora_to_moe, pick_experts
 from moe_peft.adapter.router_recorder import state
 from moe_peft.combine.request_gate import neutral_requests, ridge
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import base_passes
 from moe_peft.models.layer import AdapterLayer, routed_layers

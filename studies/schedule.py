@@ -45,8 +45,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer, force_experts, init_gates, lora_to_moe
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from moe_peft.upit.buckets import perplexity_buckets

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
-from moe_peft.demo.smollm2 import smollm2_folder
+from examples.demo.smollm2 import smollm2_folder
 
 TRAIN, HELD_OUT, LONGEST = 200, 100, 32  # rows of a task, but for `logic`, which has 250 in all; tokens of a row
 _INTENTS = ("GetWeather", "PlayMusic", "SearchCreativeWork")

@@ -47,8 +47,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer, force_experts
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.training.preparation import preparation, tokenized
 
 from .exact_match import answers

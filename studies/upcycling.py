@@ -22,9 +22,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoESFTConfig, MoESFTTrainer
 from moe_peft.analysis.figures import plot_curves
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training.preparation import preparation, tokenized
 

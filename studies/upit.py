@@ -39,10 +39,10 @@ from safetensors import safe_open
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig
 from moe_peft.analysis.figures import plot_bars, plot_curves
 from moe_peft.analysis.recorder import record_routing
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import preparation, tokenized
 from moe_peft.upit import UpIT, load_recipe

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.tasks import write_rows as demo_rows
 from moe_peft.cli import dpo, main, sft
 from moe_peft.cli.foreign import FOREIGN
-from moe_peft.demo.tasks import write_rows as demo_rows
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_rows
 

@@ -15,13 +15,16 @@ from tests.helpers.warm import programs
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch):
     save_chat_model(tmp_path / "tiny", 0)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    # A notebook's folder is where its kernel imports from.
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     notebook = nbformat.read(path, 4)
     for cell in notebook.cells:
         cell.source = re.sub(r"max_steps=\d+", "max_steps=2", cell.source.replace("smollm2_folder()", "'tiny'"))

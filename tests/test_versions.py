@@ -46,7 +46,7 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"moe_peft"}
 
 
-FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.py"))
+FILES = sorted(path.relative_to(ROOT) for part in ("moe_peft", "examples/demo") for path in (ROOT / part).rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

@@ -50,8 +50,8 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     """
     Set the model config's fields to those of the active adapters; put the base's own back if no router is left.
 
-    Values that a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stay until other adapters are
-    active; a change of n or k leaves them.
+    The adapters decide on `output_router_logits` and `router_aux_loss_coef`, but what a user or a trainer set in the
+    config holds, before there was an adapter or later: a value that is neither its class's default nor from here.
     """
     if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
         return
@@ -66,8 +66,16 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     config.num_experts_per_tok = routers[0][2]
     if before == {name for name, _, _ in routers}:
         return
-    config.router_aux_loss_coef = max(configs[name].router_aux_loss_coef for name, _, _ in routers)
-    config.output_router_logits = config.router_aux_loss_coef > 0
+    written = model.__dict__["_moe_lora_written"]
+    _set(config, "router_aux_loss_coef", max(configs[name].router_aux_loss_coef for name, _, _ in routers), written)
+    _set(config, "output_router_logits", config.router_aux_loss_coef > 0, written)
+
+
+def _set(config: Any, name: str, value: Any, written: dict[str, Any]) -> None:
+    """Set a field, and note it in `written`, unless somebody else has set it."""
+    if getattr(config, name, None) == written.get(name, getattr(type(config), name, None)):
+        written[name] = value
+        setattr(config, name, value)
 
 
 def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
@@ -85,6 +93,7 @@ def _restore_fields(model: nn.Module) -> None:
     for key in _keys(config):
         config.__dict__.pop(key, None)
     config.__dict__.update(model.__dict__["_moe_lora_base_fields"])
+    model.__dict__["_moe_lora_written"] = {}
 
 
 def _keys(config: Any) -> list[str]:
@@ -123,7 +132,7 @@ def install(model: nn.Module) -> None:
     model.__dict__["_moe_lora_layers"] = [m for m in model.modules() if isinstance(m, MoELoraLayer)]
     if _is_installed(model):
         return
-    model.__dict__["_moe_lora_synced"] = None
+    model.__dict__["_moe_lora_synced"], model.__dict__["_moe_lora_written"] = None, {}
     config = text_config(model)
     model.__dict__["_moe_lora_base_fields"] = {k: config.__dict__[k] for k in _keys(config) if k in config.__dict__}
     model.__dict__["_moe_lora_handles"] = [
@@ -144,7 +153,7 @@ def uninstall(model: nn.Module) -> None:
         handle.remove()
     _ignore_at_inference(model, False)
     _restore_fields(model)
-    for name in ("layers", "synced", "base_fields"):
+    for name in ("layers", "synced", "written", "base_fields"):
         del model.__dict__[f"_moe_lora_{name}"]
 
 

@@ -25,10 +25,6 @@ import torch
 from torch import nn
 
 from ..routing.gates import Steering
-from ..utils.compat import private
-from ..utils.messages import InputError
-
-_top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 # A router's experts [T, k] and their gates [T, k]. A gate of 0 leaves an expert out; None: all gates are more than 0.
 Choice = tuple[torch.Tensor, torch.Tensor | None]
@@ -238,47 +234,6 @@ def _see_gate(gate: nn.Module, args: tuple, output: Any, index: int) -> None:
     collection.routers.append(getattr(gate, "moe_router", gate))
     is_choice = isinstance(output, tuple) and len(output) == 3 and index == 0
     collection.choices.append((output[2], output[1].detach()) if is_choice else None)
-
-
-# --- token ids ------------------------------------------------------------------------------------------------------
-
-_HANDLES = "_moe_peft_token_ids"
-
-
-def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
-    """Let routers in a native MoE's gates know the ids of the tokens in each pass of its backbone, or no longer."""
-    for handle in backbone.__dict__.pop(_HANDLES, ()):
-        handle.remove()
-    if wanted:
-        backbone.__dict__[_HANDLES] = [
-            backbone.register_forward_pre_hook(begin, with_kwargs=True),
-            backbone.register_forward_hook(_end_native, with_kwargs=True, always_call=True),
-        ]
-
-
-@torch.compiler.disable
-def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
-    """The ids of the tokens that a router is about to route, from their hidden states [T, d]."""
-    collection, count = state.current.collection, len(x_TD)
-    ids = None if collection is None else collection.token_ids
-    if ids is None or ids.numel() != count:
-        has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
-        raise InputError(
-            f"router_type='hash': {has} for {count} hidden states; call the model itself with "
-            "input_ids, on a decoder-only model, or use another router_type"
-        )
-    if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():
-        raise InputError(
-            "router_type='hash': gradient_checkpointing=True runs layers again without their token ids; set "
-            "gradient_checkpointing to false, or use another router_type"
-        )
-    return ids
-
-
-def _is_checkpointed() -> bool:
-    """Whether a layer of a pass with gradients may run again: reentrant checkpoints turn them off, others set hooks."""
-    hooks = _top_saved_tensors_hooks(False)
-    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 # --- reentrant gradient checkpointing -------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def write_html(
 
     Args:
         about: what was measured, as in `routing.json`.
-        files: what `write_files` has written. Figures that no page can show are drawn again.
+        files: what `write_report` has written. Figures that no page can show are drawn again.
         texts: of the same data.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"

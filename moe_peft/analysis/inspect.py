@@ -24,7 +24,7 @@ from ..utils.model_card import is_untrained_mixture
 from .html import EFFECTIVE, STRONGEST, numbering, strongest, write_html
 from .inputs import Rows, describe, load_rows
 from .recorder import RoutingStatistics, record_routing
-from .routing_report import REPORT, write_files
+from .routing_report import REPORT, write_report
 from .texts import sample_texts
 from .token_classes import classify_tokens
 
@@ -83,7 +83,7 @@ def inspect_model(
         about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
         about["mixed"] = is_untrained_mixture(model_path)
         with REPORT.replaced(folder) as partial:
-            files = write_files(statistics, partial, suffix, about)
+            files = write_report(statistics, partial, suffix, about)
             if texts is not None:
                 files.append(write_html(statistics, partial / "report.html", about, files, texts))
     _print(statistics, about, [folder / path.name for path in files])

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..utils.io import output_folder, read_json, remove, write_json
-from ..utils.messages import InputError
+from ..utils.io import read_json, remove, write_json
 from .figures import (
     MOST_PANELS,
     SUFFIXES,
@@ -81,7 +80,7 @@ REPORT = ReportFiles(
 
 
 def write_report(
-    statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
+    statistics: RoutingStatistics, folder: Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
 ) -> list[Path]:
     """
     Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
@@ -89,24 +88,12 @@ def write_report(
     `compliance`. Figures by domain show the 12 domains with the most tokens.
 
     Args:
-        folder: a new folder, or one with an earlier report, whose files are replaced when all are written.
         suffix: the figures' format: ".png", ".pdf" or ".svg".
         about: what was measured; becomes `"about"` in `routing.json`.
 
     Returns:
         the paths of the files.
     """
-    if not statistics.tokens.any():
-        raise InputError("statistics: no token was seen; run a model in record_routing, not on padding alone")
-    with output_folder(folder, "folder", REPORT.is_in) as output, REPORT.replaced(output) as partial:
-        files = write_files(statistics, partial, suffix, about)
-    return [output / path.name for path in files]
-
-
-def write_files(
-    statistics: RoutingStatistics, folder: Path, suffix: str, about: Mapping[str, Any] | None
-) -> list[Path]:
-    """The files of `write_report`; returns their paths."""
     written = [folder / "routing.json", folder / "load.csv"]
     write_json(written[0], {**statistics.as_dict(), "about": dict(about or {})})
     shares, names = statistics.shares(), (about or {}).get("expert_names") or range(max(statistics.sizes))

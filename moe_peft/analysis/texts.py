@@ -11,10 +11,9 @@ import torch
 from jinja2 import Environment
 from markupsafe import Markup
 
-from ..chat.conversation import Pieces
-from ..chat.markup import STYLE, legend, names_of, painted
-from ..chat.routes import Routes, record_routes
 from .inputs import Rows
+from .markup import STYLE, Pieces, legend, names_of, painted
+from .routes import Routes, record_routes
 
 MOST_TEXTS, MOST_OF_A_DOMAIN, MOST_TOKENS = 12, 4, 200
 

@@ -17,12 +17,12 @@ from markupsafe import Markup
 from peft import PeftModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..analysis.markup import STYLE, Pieces, legend, painted
+from ..analysis.routes import Routes, record_routes
 from ..models.introspection import base_model, expert_names, text_config
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts
 from ..utils.messages import InputError, one_line
-from .markup import STYLE, legend, painted
-from .routes import Routes, record_routes
 
 Kind = Literal["auto", "picked", "expert", "forbid", "base"]
 
@@ -371,31 +371,3 @@ class _Run(BaseStreamer):
         while (count := self._counts.get()) is not None:
             if count > 1:
                 yield self.ids[count - 2]
-
-
-class Pieces:
-    """The text of tokens, one by one."""
-
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
-        self.ids: list[int] = []
-        self.tokens: list[str] = []
-        self._shown = 0
-
-    def add(self, token: int) -> str:
-        """The text that a token adds; nothing where a character's bytes are not complete yet."""
-        self.ids.append(token)
-        self.tokens.append(self._text().rstrip("\ufffd")[self._shown :])
-        self._shown += len(self.tokens[-1])
-        return self.tokens[-1]
-
-    def end(self) -> str:
-        """What is left: a character that stays incomplete."""
-        rest = self._text()[self._shown :] if self.ids else ""
-        if rest:
-            self.tokens[-1] += rest
-        return rest
-
-    def _text(self) -> str:
-        skip = self.skip_special_tokens
-        return self.tokenizer.decode(self.ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)

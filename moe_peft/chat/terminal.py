@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.routes import PALETTE, Routes, percent
 from ..utils.messages import InputError
 from .conversation import Answer, Conversation, Kind
-from .routes import PALETTE, Routes, percent
 
 _MOST_ROUTERS = 8  # that `/why 12` shows
 

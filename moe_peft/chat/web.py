@@ -11,10 +11,10 @@ from typing import Any
 from markupsafe import Markup
 from peft import PeftModel
 
+from ..analysis.markup import STYLE, legend, painted
 from ..models.layer import router_names
 from ..utils.messages import InputError, install
 from .conversation import Answer, Conversation, Kind
-from .markup import STYLE, legend, painted
 
 DECISIVE, MEAN = "most decisive layer", "mean of all layers"
 _STEERING: dict[Kind, str] = {

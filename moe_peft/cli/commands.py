@@ -54,7 +54,6 @@ COMMANDS: dict[str, Command] = {
     "upcycle": Command(".upcycle", "make a native MoE from dense models", once=True),
     "prune": Command(".prune", "drop and merge experts of an adapter or a native MoE", once=True, needs_less=_BATCHES),
     "export": Command(".export", "make a native MoE from a MoE-LoRA adapter and its base", once=True),
-    "demo": Command(".demo", "see it work: four LoRAs of SmolLM2-135M become one model"),
     "recipes": Command(".recipes", "list the recipes that come with the package, or copy one"),
     "exec": Command(".exec", "run another program, such as lm_eval, so that it can load adapters"),
     "env": Command(".env", "print the versions that a bug report needs"),

@@ -94,7 +94,7 @@ def run(settings: ExportSettings) -> None:
 
 def print_engines(folder: Path) -> None:
     """Print which programs compute the model differently from transformers. It is written already: nothing may fail."""
-    from ..native.engines import inexact
+    from ..native.families import inexact
     from ..utils.loading import read_config
 
     try:

@@ -31,7 +31,6 @@ class InspectSettings(WeightSettings, DataSettings):
     )
 
 
-_DATA = ("label_column", *DataSettings.model_fields)
 _GROUPS = {
     "Model and data": (
         "model",

@@ -25,10 +25,9 @@ from transformers.utils.logging import tqdm
 from ..utils.io import atomic_write, read_json
 from ..utils.loading import check_tokenizer, read_tokenizer
 from ..utils.messages import InputError, choice_error, install
-from .engines import INTERLEAVED, architecture, inexact, sliding_window
 from .expert_init import FFN
 from .export import adapted_moe
-from .families import Content, MoEFamily
+from .families import INTERLEAVED, Content, MoEFamily, architecture, inexact, sliding_window
 from .folders import MoELoraFolder, NativeFolder, WholeModel, expect, open_folder
 from .formats import GGUF_TYPES
 from .model_folder import EMBEDDINGS, GENERATION_CONFIG, HEAD

@@ -109,7 +109,6 @@ class Router(nn.Module):
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialize it from the base's attention
-    by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
     reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
     sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
@@ -145,8 +144,8 @@ class Router(nn.Module):
         rate = self.settings.bias_update_rate
         return self.bias_steps * rate if rate else None
 
-    def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Router logits of hidden states [..., d] (or, if `by_token_id`, of token ids [...]): float32 [T, n]."""
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Router logits of hidden states [..., d]: float32 [T, n]."""
         stored_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         x_TD = stored_TD if stored_TD.dtype == torch.float64 else stored_TD.float()
         noise = self.settings.jitter_noise
@@ -437,49 +436,6 @@ class PooledRouter(Router):
         return F.linear(x_TD, part_ND / part_ND.sum(1, keepdim=True))
 
 
-class HashRouter(Router):
-    """
-    A gate without trained parameters: a token id always gets the same k random experts with gates 1/k, whatever its
-    context (Hash Layers, Roller et al., 2021: random hash; they have k = 1).
-
-    Expert i's logit is a hash of the token id, i and the router's `salt`, uniform in [0, 1). The salt is random, so
-    layers differ, and is saved with the adapter.
-    """
-
-    no_fold = "it routes by token ids, and a linear gate sees hidden states"
-    by_token_id = True
-    has_parameters = False
-
-    def make(self) -> None:
-        self.salt: torch.Tensor
-        self.register_buffer("salt", torch.randint(2**62, (self.num_experts,)))
-
-    def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        if token_ids is None:
-            raise InputError(
-                "router_type='hash': token_ids=None: it routes by token ids; call the model itself with input_ids"
-            )
-        # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.
-        hash_TN = token_ids.to(self.salt.device).reshape(-1, 1).long() + self.salt
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
-        # The first 24 bits are exact in float32. The last of them are the index, so no two logits of a token tie.
-        bits = (self.num_experts - 1).bit_length()
-        index_N = torch.arange(self.num_experts, device=hash_TN.device)
-        hash_TN = (_shifted(hash_TN, 40 + bits) << bits) + index_N
-        dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
-        return hash_TN.to(dtype) / 2**24
-
-    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        experts_TK = logits_TN.topk(k, dim=-1).indices
-        return torch.full_like(experts_TK, 1 / k, dtype=logits_TN.dtype), experts_TK
-
-
-def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
-    """int64 shifted to the right as if unsigned."""
-    return (bits >> shift) & ((1 << (64 - shift)) - 1)
-
-
 ROUTERS: dict[str, type[Router]] = {
     "linear": LinearRouter,
     "mlp": MLPRouter,
@@ -491,7 +447,6 @@ ROUTERS: dict[str, type[Router]] = {
     "top_p": TopPRouter,
     "threshold": ThresholdRouter,
     "locmoe": PooledRouter,
-    "hash": HashRouter,
 }
 """The routers by their names, which configs take as `router_type`; one of your own takes one more line."""
 

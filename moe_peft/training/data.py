@@ -246,21 +246,6 @@ def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
     return dataset.select(order[:count].tolist())
 
 
-def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> Dataset:
-    """`epochs` passes over the data, label by label and shuffled within each label."""
-    generator = torch.Generator().manual_seed(seed)
-    order: list[int] = []
-    seen = 0
-    for rows in rows_of_labels(dataset[label_column]).values():
-        seen += len(rows)
-        wanted = round(epochs * seen) - len(order)  # so that labels with few rows together get their share
-        shuffled: list[int] = []
-        while len(shuffled) < wanted:
-            shuffled += [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
-        order += shuffled[:wanted]
-    return dataset.select(order)
-
-
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 # Columns that trainers take, in the order in which TRL looks for them; each tuple is one text or conversation.

@@ -172,16 +172,8 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
             )
     coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
     layers = routed_layers(model)
-    constant = all(getattr(layer.router, "by_token_id", False) for layer in layers)
-    for name, loss in ROUTER_LOSSES.items():
-        wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
-        if constant and wanted and coefficients[name]:
-            raise InputError(
-                f"{coefficient_field(name)}={coefficients[name]}: these routers go by token ids, "
-                "so the loss is a constant; set it to 0"
-            )
     if coefficients["aux"] is None:
-        coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
+        coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
     if not all(layer.trains_reentrant for layer in layers) and is_reentrant(args) and any(coefficients.values()):
         raise InputError(
             "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "

@@ -66,7 +66,7 @@ class DataSection(Settings):
     train: Text | dict[str, Any]
     eval: Text | dict[str, Any] | None = Field(None, description="held-out data")
     label_column: Text | None = Field(
-        None, description="the examples' domains: for results by domain, label buckets and order: blocks"
+        None, description="the examples' domains: for results by domain, and label buckets"
     )
     calibration_examples: Count = Field(
         256, description="rows of the training data, drawn at random, for moe.router_init: attention"
@@ -88,9 +88,6 @@ class PrepareSection(Settings):
     checkpoints: Texts | None = Field(None, description="the same in mode ffn: dense model folders")
     experts: Literal["checkpoints", "copies"] = Field(
         "checkpoints", description="or copies: every expert is the last checkpoint"
-    )
-    order: Literal["shuffled", "blocks"] = Field(
-        "shuffled", description="or blocks: the domains of label_column one after another"
     )
     seed: Seed | None = None
     sft: dict[str, Any] = Field(default_factory=dict)

@@ -187,17 +187,9 @@ class Recipe(RecipeFields):
         self._check_trains(router, field)
 
     def _check_trains(self, router: type[Router], field: str) -> None:
-        """Check that stage 4 trains something in routers of this kind, and has no loss on what is constant."""
+        """Check that stage 4 trains something in routers of this kind."""
         if not router.has_parameters and self.facts.assembles and not self.trains_experts:
             raise InputError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
-        if router.by_token_id and self.facts.assembles:
-            if {**self.sft, **self.post_train.sft}.get("gradient_checkpointing", True):
-                raise InputError(f"post_train.sft.gradient_checkpointing=True: must be false with {field}")
-            sft = self.post_train.sft
-            labels = float(sft.get("expert_map") is not None)
-            for name, default in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", labels)):
-                if value := sft.get(name, default):
-                    raise InputError(f"post_train.sft.{name}={value!r}: must be 0: these routers go by token ids alone")
 
     def _check_ffn(self) -> None:
         _check_no_keys("adapter", self.adapter, "ffn", "moe")
@@ -256,10 +248,9 @@ class Recipe(RecipeFields):
 
     def _check_labels(self) -> None:
         rule, labeled = self.router_init.rule, self.data.label_column is not None
-        if not labeled and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
+        if not labeled and rule and rule.needs_labels:
             raise InputError(
-                f"data.label_column=None: prepare.order={self.prepare.order!r} with "
-                f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
+                f"data.label_column=None: router_init.buckets={self.router_init.buckets!r} needs a column of labels"
             )
         if self.router_init.expert_map is not None:
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")

@@ -17,7 +17,7 @@ from ..models.layer import router_parameters
 from ..models.model_size import model_size
 from ..native.model_folder import copy_companions
 from ..training.checkpointing import INCIDENTAL, copy_result
-from ..training.data import drawn, in_blocks, source_name
+from ..training.data import drawn, source_name
 from ..training.labels import unknown_labels
 from ..training.resuming import Trained
 from ..training.schedule import steps_in_epoch
@@ -143,13 +143,10 @@ class TrainingStage(TrainerStage):
 
     def steps(self, rows: int, processes: int) -> int:
         """Optimizer steps for `rows` training rows."""
-        return self._steps(self.epochs, rows, processes)
-
-    def _steps(self, epochs: float, rows: int, processes: int) -> int:
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         drop_last = bool(self.sft.get("dataloader_drop_last"))
         with prefixed(f"{self.name}.sft"):
-            return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
+            return math.ceil(self.epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
@@ -182,19 +179,11 @@ class Prepare(TrainingStage):
         return replace(self.given, experts=experts, tokenizer=tokenizer, initial=self.kind.initial(self.folder))
 
     def check(self) -> None:
-        if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
-            raise InputError(
-                "prepare.order='blocks': sft.packing=True puts rows of several domains together; set prepare.sft."
-                "packing=false, or packing_strategy=wrapped"
-            )
         if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
             self.steps(len(self.context.train_data), PartialState().num_processes)
 
     def steps(self, rows: int, processes: int) -> int:
-        if self._blocks:
-            steps = self._steps(1.0, round(self.epochs * rows), processes)
-        else:
-            steps = super().steps(rows, processes)
+        steps = super().steps(rows, processes)
         chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
         return steps
 
@@ -202,13 +191,12 @@ class Prepare(TrainingStage):
         return self.kind.planned_expert(base)
 
     def run(self, folder: Path) -> dict[str, Any]:
-        data, order = self._data()
-        args = self.arguments(**order)  # before the model, which ZeRO-3 then shards
+        args = self.arguments(num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then shards
         model = self.context.base.load()
         num_experts, num_checkpoints, selection = self._selection()
         prepared = prepare_experts(
             model,
-            data,
+            self.context.train_data,
             args,
             self.kind.lora_config(model),
             self.context.base.tokenizer,
@@ -233,19 +221,6 @@ class Prepare(TrainingStage):
             return 1, 1, "uniform"
         section = self.recipe.prepare
         return self.recipe.given_experts(), section.num_checkpoints, section.selection
-
-    @property
-    def _blocks(self) -> bool:
-        """Whether it takes one pass over rows that are repeated domain by domain, and not several over all."""
-        return self.recipe.prepare.order == "blocks"
-
-    def _data(self) -> tuple[Dataset, dict[str, Any]]:
-        """The data, and the training arguments that follow from their order."""
-        data = self.context.train_data
-        if not self._blocks:
-            return data, {"num_train_epochs": self.epochs}
-        data = in_blocks(data, str(self.recipe.data.label_column), self.epochs, self.seed)
-        return data, {"num_train_epochs": 1.0, "train_sampling_strategy": "sequential"}
 
 
 class Expand(Stage):

@@ -502,6 +502,50 @@ def test_what_a_trainer_sets_in_the_config_stays():
     assert_near(out.loss, plain + 0.125 * out.aux_loss)
 
 
+@pytest.mark.parametrize("when", ["before the adapter", "with the first", "with the second"])
+def test_what_a_user_sets_in_the_config_holds_whatever_the_adapters_say(when: str):
+    base = tiny_llama()
+
+    def set_by_user(moment: str) -> None:
+        if moment == when:
+            base.config.router_aux_loss_coef, base.config.output_router_logits = 0.125, True
+
+    set_by_user("before the adapter")
+    model = get_peft_model(base, adapter(router_aux_loss_coef=0.0)).eval()
+    set_by_user("with the first")
+    model.add_adapter("wide", adapter(num_experts=6, top_k=3, router_aux_loss_coef=0.25))
+    model.set_adapter("wide")
+    set_by_user("with the second")
+    for name, n, k in (("wide", 6, 3), ("default", 4, 2)):
+        model.set_adapter(name)
+        out, plain = model(**batch()), model(**batch(), output_router_logits=False).loss
+        aux = layer_balancing_loss(out.router_logits, n, k, batch()["attention_mask"])
+        assert_near(out.loss, plain + 0.125 * aux)
+
+
+def test_router_logits_that_a_user_turned_off_before_the_adapter_stay_off():
+    base = tiny_llama()
+    base.config.output_router_logits = False
+    model = get_peft_model(base, adapter())
+    assert model(**batch()).get("router_logits") is None
+    model.unload()
+    assert base.config.output_router_logits is False and "router_aux_loss_coef" not in vars(base.config)
+
+
+def test_a_familys_default_is_nothing_that_a_user_set():
+    """Of a dense model of Qwen3-MoE: 0.001, and no router logits."""
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=128, mlp_only_layers=[0],
+    )  # fmt: skip
+    for coefficient in (config.router_aux_loss_coef, 0.5):
+        base = Qwen3MoeForCausalLM(copy.deepcopy(config))
+        base.config.router_aux_loss_coef = coefficient
+        get_peft_model(base, MoELoraConfig(r=2, router_aux_loss_coef=0.25, task_type="CAUSAL_LM"))
+        wanted = 0.25 if coefficient == config.router_aux_loss_coef else 0.5
+        assert (base.config.router_aux_loss_coef, base.config.output_router_logits) == (wanted, True)
+
+
 def test_what_a_user_sets_in_the_config_outlasts_uniform_gates():
     model = adapted().eval()
     model.config.router_aux_loss_coef, model.config.output_router_logits = 0.125, False

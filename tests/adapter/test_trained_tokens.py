@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.native import export_adapter
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama

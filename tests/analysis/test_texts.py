@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from moe_peft import MoELoraConfig
-from moe_peft.chat.routes import PALETTE
+from moe_peft.analysis.routes import PALETTE
 from moe_peft.cli import main
 from moe_peft.models.layer import router_parameters
 from tests.helpers.browser import NEEDS_BROWSER, open_browser, resize

@@ -14,11 +14,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
-from moe_peft.chat import Answer, Conversation, Routes, record_routes
+from moe_peft.analysis import Routes, record_routes
+from moe_peft.chat import Answer, Conversation
 from moe_peft.combine.mix import mix
 from moe_peft.combine.mix_settings import MixSettings
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.introspection import observed_routing
 from moe_peft.models.layer import router_parameters
 from moe_peft.native.folders import open_folder

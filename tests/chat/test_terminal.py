@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from moe_peft import MoELoraConfig
+from moe_peft.analysis.routes import PALETTE
 from moe_peft.chat import Conversation
-from moe_peft.chat.routes import PALETTE
 from moe_peft.chat.terminal import COMMANDS
 from moe_peft.cli import main
 from moe_peft.models.layer import router_parameters

@@ -21,8 +21,8 @@ from peft import AutoPeftModelForCausalLM, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import MoELoraConfig
+from moe_peft.analysis.routes import PALETTE
 from moe_peft.chat import Conversation, web
-from moe_peft.chat.routes import PALETTE
 from moe_peft.chat.web import DECISIVE, MEAN, Page
 from moe_peft.cli import main
 from moe_peft.models.introspection import base_model

@@ -38,7 +38,7 @@ MAY = {
     "model.attn_implementation": [None, *TEXTS], "model.quantization": [None, {}],
     "data.train": DATA, "data.eval": [None, *DATA], "data.label_column": [None, *TEXTS],
     "data.calibration_examples": COUNTS, "data.calibration_length": COUNTS,
-    "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [], "prepare.order": [],
+    "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [],
     "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
     "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],
     "expand.seed": SEEDS, "router_init.buckets": [], "router_init.alpha": [0, 0.5],

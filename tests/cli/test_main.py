@@ -218,7 +218,6 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
          {"gate": "g", "port": 0, "max_length": 9, "names": {"a": "b"}}),
         ("export", "--adapter a --output o --max-shard-size 1GB",
          {"adapter": "a", "output": "o", "max_shard_size": "1GB"}),
-        ("demo", "--steps 2", {"steps": 2}),
     ],
 )  # fmt: skip
 def test_settings_are_flags_in_two_spellings_or_in_a_file(command, flags, settings, tmp_path):

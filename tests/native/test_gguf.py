@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft.cli import main
-from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.native import UpcycleConfig, export_adapter, export_gguf, upcycle
 from tests.helpers.close import assert_near
 from tests.helpers.llama_cpp import SPLITS, TEXTS, LlamaCpp, bytes_tokenizer, letters, sentencepiece_tokenizer

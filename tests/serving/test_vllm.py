@@ -27,7 +27,7 @@ from openai import OpenAI
 from vllm import SamplingParams
 
 from benchmarks.tracing import Trace
-from moe_peft.demo.smollm2 import smollm2_folder
+from examples.demo.smollm2 import smollm2_folder
 from moe_peft.serving.vllm_layers import MoELoraLinears
 from tests.helpers.vllm_case import KINDS, NEW, PROMPTS, SIZE, distributions, engine, expected
 
@@ -236,10 +236,6 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"router_type": "hash", "router_aux_loss_coef": 0.0},
-            "router_type='hash': vLLM's layers do not see token ids",
-        ),
         ({"target_modules": ["lm_head"]}, "lm_head has experts, but vLLM serves those on FFNs and on linears of FFNs"),
         (
             {"modules_to_save": ["embed_tokens"], "tied": True},

@@ -14,7 +14,6 @@ from trl import SFTConfig
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.models.layer import router_parameters
 from moe_peft.training.checkpointing import base_values
-from moe_peft.training.data import in_blocks
 from moe_peft.upit import prepare_experts
 from moe_peft.upit.post_train import post_train
 from tests.helpers.models import tiny_llama
@@ -147,17 +146,3 @@ def test_a_share_of_the_steps_between_saves(tokenizer, tmp_path):
     )
     assert prepared.steps and max(prepared.trained.checkpoints) == 4
     assert load_file(prepared.trained.last / "model.safetensors")
-
-
-@pytest.mark.parametrize(("sizes", "epochs"), [([1] * 10 + [90], 0.5), ([3] * 8, 0.1), ([5, 2, 7], 2.0), ([4, 3], 1.5)])
-def test_blocks_have_the_share_of_labels_of_few_rows(sizes, epochs):
-    """Of all of them together: half a pass over ten rows of a label of their own has five of them."""
-    data = Dataset.from_list([{"label": f"{i:02}", "row": j} for i, size in enumerate(sizes) for j in range(size)])
-    found = in_blocks(data, "label", epochs, 0)
-    assert len(found) == round(epochs * len(data)) and found["label"] == sorted(found["label"])
-    seen = 0
-    for i, size in enumerate(sizes):
-        seen += size
-        assert sum(label <= f"{i:02}" for label in found["label"]) == round(epochs * seen)
-        own = [row for label, row in zip(found["label"], found["row"], strict=True) if label == f"{i:02}"]
-        assert len(set(own)) == min(len(own), size)

@@ -382,25 +382,6 @@ def test_experts_that_exist_already(case, upit, tmp_path):
         run(case, tmp_path, prepare={"adapters": ["nowhere", "nowhere"]})
 
 
-def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
-    seen = []
-    from trl import SFTTrainer
-
-    original = SFTTrainer.compute_loss
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        seen.append(inputs["input_ids"][:, 0].tolist())
-        return original(self, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(SFTTrainer, "compute_loss", compute_loss)
-    data = {**case["data"]}
-    data.pop("eval")
-    run(case, tmp_path, method="lora", prepare={"order": "blocks"}, data=data)
-    firsts = [token for batch in seen for token in batch]  # a prompt's first word is its domain
-    assert len(firsts) == 4 * 48
-    assert firsts == sorted(firsts) and set(firsts) == {3, 4, 5}
-
-
 @pytest.mark.slow
 def test_stage_3_takes_what_its_buckets_hold(case, tmp_path):
     """Of each bucket one example: neither plan nor budget count the rest of the seed set."""
@@ -424,15 +405,6 @@ def test_a_template_in_a_tokenizers_folder_is_an_input(case, tmp_path, tokenizer
     tokenizer.chat_template = template.replace("eos_token", "' '")
     tokenizer.save_pretrained(tmp_path / "template")
     assert UpIT(pipeline.recipe).outlook()["prepare"].startswith("again: content of chat_template")
-
-
-def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
-    """One pass over 53 rows in 14 batches, and not 1.1 passes of three steps each."""
-    data = {name: value for name, value in case["data"].items() if name != "eval"}
-    sft = {**case["sft"], "gradient_accumulation_steps": 5}
-    own = {"method": "lora", "prepare": {"order": "blocks"}, "num_train_epochs": 1.1, "data": data, "sft": sft}
-    pipeline = run(case, tmp_path, **own)
-    assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
 
 
 @pytest.mark.slow

@@ -66,7 +66,6 @@ def recipe(**settings):
         ({"expand": {"drop_rate": 1.0}}, "expand.drop_rate=1.0: must be below 1"),
         ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0: must be above 0"),
         ({"router_init": {"buckets": "label"}}, "data.label_column=None"),
-        ({"prepare": {"order": "blocks"}}, "data.label_column=None"),
         ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: must have at least 1 item"),
         ({"prepare": {"num_experts": 4}, "expand": {"method": "none"}}, "stage 1 gives 4, expand.method='none'"),
         ({"prepare": {"num_experts": 9}}, "num_experts=8: stage 1 gives 9; ask for that many or more"),

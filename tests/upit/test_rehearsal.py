@@ -27,7 +27,6 @@ from tests.helpers.upit_case import chats, contents, make_case, run
 pytestmark = pytest.mark.slow
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
-HASH = {"router_type": "hash", "router_aux_loss_coef": 0.0}
 
 
 def with_sft(section: str, **sft):
@@ -82,22 +81,6 @@ def merged(settings: dict, change: dict) -> dict:
             with_sft("router_init", label_smoothing_factor=0.1),
             "router_init.sft.label_smoothing_factor=0.1: stage 3 has",
         ),
-        (
-            {"adapter": HASH, "router_init": {"buckets": "none"}, **with_sft("post_train", router_z_loss_coef=0.1)},
-            "post_train.sft.router_z_loss_coef=0.1: must be 0: these routers go by token ids alone",
-        ),
-        (
-            {"adapter": HASH, "router_init": {"buckets": "none"}, "sft": {"gradient_checkpointing": True}},
-            "post_train.sft.gradient_checkpointing=True: must be false with adapter.router_type='hash'",
-        ),
-        (
-            {
-                "adapter": HASH,
-                "router_init": {"buckets": "none"},
-                **with_sft("post_train", expert_map={"a": [0], "b": [1], "c": [2]}),
-            },
-            "post_train.sft.router_label_loss_coef=1.0: must be 0: these routers go by token ids alone",
-        ),
         ({"router_init": {"capacity": 3, "buckets": "random"}}, "router_init.capacity=3: must be null"),
         (
             {"prepare": {"num_experts": None, "experts": "copies", "num_checkpoints": 3}},
@@ -111,10 +94,6 @@ def merged(settings: dict, change: dict) -> dict:
         (
             with_sft("post_train", padding_free=False, packing=True, pad_to_multiple_of=8),
             "post_train.sft.pad_to_multiple_of=8: nothing marks this padding in packed rows",
-        ),
-        (
-            {"prepare": {"order": "blocks", "sft": {"packing": True}}},
-            "prepare.order='blocks': sft.packing=True puts rows of several domains together; set",
         ),
     ],
 )
@@ -325,11 +304,6 @@ def test_a_plan_needs_no_launcher(case, tmp_path, monkeypatch):
     gpus = property(lambda self: 8 if (self.device, self._n_gpu)[1] == 0 else self._n_gpu)
     monkeypatch.setattr("transformers.TrainingArguments.n_gpu", gpus)
     assert plan(UpIT(recipe_from_dict({**case, "output_dir": str(tmp_path / "out")})))
-
-
-def test_other_methods_do_not_mind_settings_of_stage_4(case, tmp_path):
-    settings = {**case, "method": "lora", "adapter": HASH, **with_sft("post_train", router_z_loss_coef=0.1)}
-    recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})
 
 
 def test_given_adapters_with_rows_of_embeddings_are_refused(case, tmp_path):

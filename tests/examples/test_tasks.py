@@ -9,7 +9,7 @@ from datetime import datetime
 
 import pytest
 
-from moe_peft.demo.tasks import TASKS, in_words, make_rows, write_rows
+from examples.demo.tasks import TASKS, in_words, make_rows, write_rows
 
 
 def texts(row):

@@ -7,8 +7,9 @@ import torch
 from peft import get_peft_model
 
 from moe_peft import MoELoraConfig
-from moe_peft.chat import Answer, Routes, record_routes
-from moe_peft.chat.routes import PALETTE
+from moe_peft.analysis import Routes, record_routes
+from moe_peft.analysis.routes import PALETTE
+from moe_peft.chat import Answer
 from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama

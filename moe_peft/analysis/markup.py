@@ -1,8 +1,9 @@
-"""Tokens in the colors of their experts, as HTML: for reports, and for the page of `moe-peft chat --web`."""
+"""The text of tokens, and its colors by their experts, as HTML: for reports and conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from markupsafe import Markup
 
@@ -52,3 +53,31 @@ def legend(routes: Routes, router: int | None) -> Markup:
     if rest := sum(share for expert, share in ranked if expert not in colors):
         entries.append(Markup('<span class="c-1">others</span> {}').format(percent(rest)))
     return Markup(" &ensp;").join(entries)
+
+
+class Pieces:
+    """The text of tokens, one by one."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.ids: list[int] = []
+        self.tokens: list[str] = []
+        self._shown = 0
+
+    def add(self, token: int) -> str:
+        """The text that a token adds; nothing where a character's bytes are not complete yet."""
+        self.ids.append(token)
+        self.tokens.append(self._text().rstrip("\ufffd")[self._shown :])
+        self._shown += len(self.tokens[-1])
+        return self.tokens[-1]
+
+    def end(self) -> str:
+        """What is left: a character that stays incomplete."""
+        rest = self._text()[self._shown :] if self.ids else ""
+        if rest:
+            self.tokens[-1] += rest
+        return rest
+
+    def _text(self) -> str:
+        skip = self.skip_special_tokens
+        return self.tokenizer.decode(self.ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)

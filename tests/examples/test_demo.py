@@ -1,4 +1,4 @@
-"""`moe-peft demo` from end to end on a tiny chat model, and what it leaves."""
+"""`make demo` from end to end on a tiny chat model, and what it leaves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from examples.demo import run as demo
+from examples.demo.tasks import TASKS, make_rows
 from moe_peft.cli import main
-from moe_peft.demo import run as demo
-from moe_peft.demo.tasks import TASKS, make_rows
+from moe_peft.utils.messages import InputError
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.models import tiny_llama
 
@@ -26,7 +27,7 @@ def shown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     save_chat_model(folder / "chat")
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS_", "PYTHONWARN"))}
-    command = [sys.executable, "-m", "moe_peft", "demo", "--steps", "8", "--model", "chat", "--output", "out"]
+    command = [sys.executable, "-m", "examples.demo", "--steps", "8", "--model", "chat", "--output", "out"]
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**quiet, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
@@ -89,10 +90,9 @@ def test_exact_answers_are_counted():
     assert demo._exact(Dataset.from_list(rows), right) == {"numbers": 0, "dates": 10, "json": 10, "sorting": 0}
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path, tokenizer, capsys):
+def test_a_model_without_a_chat_template_is_refused(tmp_path, tokenizer):
     tiny_llama().save_pretrained(tmp_path / "base")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "base")
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--model", str(tmp_path / "base"), "--output", str(tmp_path / "out")])
-    assert ended.value.code == 2 and "has no chat template" in capsys.readouterr().err
+    with pytest.raises(InputError, match="has no chat template"):
+        demo.run_demo(tmp_path / "out", str(tmp_path / "base"))

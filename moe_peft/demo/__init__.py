@@ -1,1 +1,0 @@
-"""What `moe-peft demo` runs: a small pretrained chat model, tasks whose answers can be checked, and the comparison."""

@@ -1,5 +1,6 @@
 """
-`make demo`: four LoRAs become one model, which is compared with what else one could do with them and exported.
+`make demo`: four LoRAs become one model, which is compared with what else one could do with them, asked what no LoRA
+is for, and exported.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from datasets import Dataset
-from peft import LoraConfig, PeftConfig
+from datasets import Dataset, concatenate_datasets
+from peft import LoraConfig
 from pydantic import Field
 from rich.console import Console
 from rich.table import Column, Table
@@ -28,6 +29,7 @@ from moe_peft.adapter.lora_conversion import lora_to_moe
 from moe_peft.analysis.figures import plot_bars, plot_shares
 from moe_peft.analysis.html import Section, model_name, shares_section, who_serves_what, write_page
 from moe_peft.cli.settings import SettingsParser
+from moe_peft.combine.request_gate import RequestGate
 from moe_peft.models.gate_init import init_gates
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.steering import force_experts
@@ -47,7 +49,7 @@ _ASKED = 10  # of the held-out ones
 _CALIBRATION = 24  # rows of each domain that set the gates
 _RANK = 8
 _TRAINING: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
+    "per_device_train_batch_size": 4,
     "learning_rate": 1e-3,
     "gradient_checkpointing": False,  # of a small model it costs a third of the time and saves little memory
     "bf16": False,
@@ -57,22 +59,26 @@ _LONGEST_ANSWER = 24  # tokens
 Conversation = list[dict[str, str]]
 
 # The ways to answer, in the order in which they are shown.
-_WAYS = ("base", "one LoRA for all", "mean of four LoRAs", "each its own LoRA", "mixture", "mixture, trained on")
+_WAYS = (
+    "base", "mean of four LoRAs", "mixture", "picked for each request", "each its own LoRA", "one LoRA for all"
+)  # fmt: skip
+_SYSTEM = {"role": "system", "content": "You are the assistant of a small hotel. Be friendly, and mention no prices."}
+_GENERAL = ("What is the capital of France?", "Name a color.")
 
 
 class DemoSettings(Settings):
     model: Text | None = Field(None, description="another causal LM with a chat template, by name or folder")
     output: Text = Field("demo", title="FOLDER", description="folder for everything that is made")
-    steps: Count = Field(48, description="training steps of the four LoRAs together, of 8 rows each")
+    steps: Count = Field(96, description="training steps of the four LoRAs together, of 4 rows each")
 
 
 def parser(prog: str) -> SettingsParser:
     return SettingsParser(
         DemoSettings,
         "python -m examples.demo",
-        description="See it work in eight to fifteen minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct "
-        "become one model, which is trained a little further and exported to a native MoE.",
-        epilog="example:\n  python -m examples.demo --output demo --steps 48",
+        description="See it work in about ten minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct become "
+        "one model, or one of them is picked for each request; the model is exported to a native MoE.",
+        epilog="example:\n  python -m examples.demo --output demo --steps 96",
     )
 
 
@@ -93,15 +99,16 @@ class Result(NamedTuple):
     exact: dict[str, int]
 
 
-def run_demo(output: Path, model: str | None = None, steps: int = 48) -> dict[str, Result]:
+def run_demo(output: Path, model: str | None = None, steps: int = 96) -> dict[str, Result]:
     """
-    Train a LoRA for each of four kinds of short requests, make one mixture of them, train that a little further,
-    compare it with what else one could do, and export it, with everything printed and kept in `output`.
+    Train a LoRA for each of four kinds of short requests, make one mixture of them and a gate that picks one for a
+    request, compare these with what else one could do, and export the mixture, with everything printed and kept in
+    `output`.
 
     Args:
         output: a new folder, or that of an earlier demo.
         model: a causal LM with a chat template, by name or folder; None: SmolLM2-135M-Instruct.
-        steps: of 8 rows, of the four LoRAs together, and of one LoRA for all; the mixture gets a quarter more.
+        steps: of 4 rows, of the four LoRAs together, and of one LoRA for all.
 
     Returns:
         way to answer → what it does.
@@ -124,49 +131,58 @@ def run_demo(output: Path, model: str | None = None, steps: int = 48) -> dict[st
         del untrained
         console.print(_answer_table(test, shown, answers))
 
-        each, more = max(steps // len(TASKS), 1), max(steps // 4, 1)
+        each = max(steps // len(TASKS), 1)
         console.print(
-            f"\n2. A LoRA of rank {_RANK} for each kind, as anyone has them: {each} steps of 8 rows. For comparison, "
+            f"\n2. A LoRA of rank {_RANK} for each kind, as anyone has them: {each} steps of 4 rows. For comparison, "
             f"one LoRA of rank {2 * _RANK} for all, {each * len(TASKS)} steps."
         )
         often = 1.0 if sys.stderr.isatty() else 20.0  # seconds
-        with tqdm(total=2 * each * len(TASKS) + more, unit="step", mininterval=often, dynamic_ncols=True) as bar:
+        with tqdm(total=2 * each * len(TASKS), unit="step", mininterval=often, dynamic_ncols=True) as bar:
             trainer = _Trainer(base, tokenizer, folder, bar)
             for task in TASKS:
                 trainer.train(task, _lora(targets, _RANK), train.select(_of(train, task)), each)
             one = trainer.train("one LoRA", _lora(targets, 2 * _RANK), train, each * len(TASKS))
             answers["one LoRA for all"] = _generate(one, test["prompt"], tokenizer)
+            del one
 
-            console.print("\n3. One model of the four: `moe-peft mix`, without training.")
-            mixed = time.monotonic()
-            mixture = _mix(base, folder, train, tokenizer)
-            console.print(f"   {time.monotonic() - mixed:.0f} seconds. For each token, a router picks its LoRA.")
-            with uniform_gates(mixture, "projection"):
-                answers["mean of four LoRAs"] = _generate(mixture, test["prompt"], tokenizer)
-            answers["each its own LoRA"] = [""] * len(test)
-            for expert, task in enumerate(TASKS):
-                with force_experts(mixture, expert):
-                    found = _generate(mixture, test.select(_of(test, task))["prompt"], tokenizer)
-                for row, answer in zip(_of(test, task), found, strict=True):
-                    answers["each its own LoRA"][row] = answer
-            answers["mixture"] = _generate(mixture, test["prompt"], tokenizer)
-            shares = _shares(mixture, test, tokenizer)
-            answers["mixture, trained on"] = _generate(
-                trainer.train("trained", mixture, train, more), test["prompt"], tokenizer
-            )
+        console.print("\n3. One model of the four: `moe-peft mix`, without training.")
+        mixed = time.monotonic()
+        mixture, gate = _mix(base, folder, train, tokenizer)
+        console.print(
+            f"   {time.monotonic() - mixed:.0f} seconds. For each token, a router picks its LoRA. Beside it, a gate "
+            "picks one for a whole request, or the base (`moe-peft pick`)."
+        )
+        with uniform_gates(mixture, "projection"):
+            answers["mean of four LoRAs"] = _generate(mixture, test["prompt"], tokenizer)
+        answers["mixture"] = _generate(mixture, test["prompt"], tokenizer)
+        answers["each its own LoRA"] = _served(mixture, test["prompt"], test["domain"], tokenizer)
+        picks = gate.pick(test["prompt"])
+        answers["picked for each request"] = _served(mixture, test["prompt"], picks, tokenizer)
+        shares = _shares(mixture, test, tokenizer)
 
-        console.print(f"\n4. The same requests, also after {more} further steps of the mixture on all kinds:")
+        console.print("\n4. The same requests:")
         results = {way: Result(answers[way], _exact(test, answers[way])) for way in _WAYS}
         console.print(_answer_table(test, shown, answers))
         console.print(_score_table(results))
+        asked, others = _others(test, shown), {}
+        console.print(
+            "   And what no LoRA is for, a system prompt that none has seen, and a talk that changes its kind:"
+        )
+        picked = gate.pick(asked)
+        others["base"] = _served(mixture, asked, [None] * len(asked), tokenizer)
+        others["mixture"] = _generate(mixture, asked, tokenizer)
+        others["picked"] = _served(mixture, asked, picked, tokenizer)
+        console.print(_others_table(asked, others, picked))
+        verdict = _verdict(results, others, picked)
+        console.print(f"   {verdict}\n")
 
         console.print(f"5. Where do tokens go in the mixture? {who_serves_what(shares, [*TASKS])}")
-        page = _write_page(folder, model_name(model or NAME), results, shares)
+        page = _write_page(folder, model_name(model or NAME), results, shares, verdict)
         console.print(f"   With pictures: {page}")
 
-        console.print(f"\n6. {_exported(folder, base, test, shown, results['mixture, trained on'], tokenizer)}")
+        console.print(f"\n6. {_exported(folder, base, test, shown, results['mixture'], tokenizer)}")
         console.print(
-            f"\n7. Now yours. Talk with it, and see which LoRA serves a token:\n"
+            f"\n7. Now yours. Talk with it; each question gets its LoRA, or the base, and /why shows a token's:\n"
             f"   moe-peft chat --model {folder / 'mixture'}\n"
             f"   Your own adapters: edit {folder / 'demo.yaml'}, and run\n"
             f"   moe-peft mix --config {folder / 'demo.yaml'}\n"
@@ -222,24 +238,17 @@ class _Trainer(NamedTuple):
     folder: Path
     bar: Any
 
-    def train(self, name: str, adapter: Any, rows: Dataset, steps: int) -> Any:
-        """
-        Train a new adapter of the base, or the model that is given, and save it in a folder of its name.
-
-        Args:
-            adapter: a config, or a model with an adapter.
-        """
+    def train(self, name: str, adapter: LoraConfig, rows: Dataset, steps: int) -> Any:
+        """Train a new adapter of the base, and save it in a folder of its name."""
         folder = self.folder / name.replace(" ", "-")
         # The rows are short, so they need no truncation, and without padding take a sixth less time.
         args = SFTConfig(
             str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0,
             max_length=None, padding_free=True, **_TRAINING,
         )  # fmt: skip
-        is_new = isinstance(adapter, PeftConfig)
         trainer = SFTTrainer(
-            model=_load(self.base) if is_new else adapter.train(), args=args,
-            train_dataset=rows.remove_columns("domain"),
-            processing_class=self.tokenizer, peft_config=adapter if is_new else None,
+            model=_load(self.base), args=args,
+            train_dataset=rows.remove_columns("domain"), processing_class=self.tokenizer, peft_config=adapter,
             callbacks=[_OneBar(self.bar, name)],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -257,17 +266,42 @@ def _lora(targets: list[str], rank: int) -> LoraConfig:
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def _mix(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The mixture of the four LoRAs, with gates by ridge regression, as `moe-peft mix` makes it."""
+def _mix(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, RequestGate]:
+    """The mixture of the four LoRAs, and the gate that picks one for a request, as `moe-peft mix` makes both."""
     mixture = lora_to_moe(
         _load(base), [folder / task for task in TASKS], top_k=1, task_type="CAUSAL_LM", expert_names=[*TASKS]
     )
-    rows = [row for task in TASKS for row in _of(train, task)[:_CALIBRATION]]
-    texts = train.select(rows).map(lambda row: {"expert": [*TASKS].index(row["domain"])})
+    of_task = {task: train.select(_of(train, task)[:_CALIBRATION]) for task in TASKS}
+    texts = concatenate_datasets([*of_task.values()]).map(lambda row: {"expert": [*TASKS].index(row["domain"])})
     init_gates(mixture, "ridge", calibration_batches(texts, tokenizer, columns=["expert"]))
-    mixture.save_pretrained(folder / "mixture")
-    tokenizer.save_pretrained(folder / "mixture")
-    return mixture.eval()
+    gate = RequestGate.fit(base, {task: [*rows["prompt"]] for task, rows in of_task.items()})
+    for part in (mixture, tokenizer, gate):
+        part.save_pretrained(folder / "mixture")
+    return mixture.eval(), gate
+
+
+def _served(
+    mixture: Any, prompts: Sequence[Conversation], by: Sequence[str | None], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Answers of the LoRA that each request is given to; of the base where that is None."""
+    answers = [""] * len(prompts)
+    for name in dict.fromkeys(by):
+        rows = [i for i, other in enumerate(by) if other == name]
+        with mixture.disable_adapter() if name is None else force_experts(mixture, name):
+            found = _generate(mixture, [prompts[i] for i in rows], tokenizer)
+        for i, answer in zip(rows, found, strict=True):
+            answers[i] = answer
+    return answers
+
+
+def _others(test: Dataset, rows: Sequence[int]) -> list[Conversation]:
+    """General requests; one of a kind behind a system prompt; one after a turn of another kind."""
+    first, second = (test[row] for row in rows[:2])
+    return [
+        *([{"role": "user", "content": text}] for text in _GENERAL),
+        [_SYSTEM, *first["prompt"]],
+        [*first["prompt"], *first["completion"], *second["prompt"]],
+    ]
 
 
 def _shares(mixture: Any, test: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
@@ -310,6 +344,36 @@ def _answer_table(test: Dataset, rows: Sequence[int], answers: Mapping[str, Sequ
     return table
 
 
+def _others_table(
+    asked: Sequence[Conversation], answers: Mapping[str, Sequence[str]], picked: Sequence[str | None]
+) -> Table:
+    heads = [
+        ("system prompt: " if c[0]["role"] == "system" else "then: " if len(c) > 1 else "") + c[-1]["content"]
+        for c in asked
+    ]
+    table = Table(Column(no_wrap=True), *heads, show_lines=True)
+    for way, texts in answers.items():
+        lines = [text.splitlines()[0] if text else "(nothing)" for text in texts]
+        if way == "picked":
+            lines = [f"{name or 'base'}: {line}" for name, line in zip(picked, lines, strict=True)]
+        table.add_row(way, *lines)
+    return table
+
+
+def _verdict(results: Mapping[str, Result], others: Mapping[str, Sequence[str]], picked: Sequence[str | None]) -> str:
+    """Who won, in two sentences."""
+    right = {way: sum(result.exact.values()) for way, result in results.items()}
+    best = max(right.values())
+    winners = [way for way, count in right.items() if count == best]
+    ours = f"picked for each request {right['picked for each request']}, mixture {right['mixture']}"
+    kept = sum(a == b for a, b in zip(others["picked"][:2], others["base"][:2], strict=True))
+    changed = sum(a != b for a, b in zip(others["mixture"][:2], others["base"][:2], strict=True))
+    return (
+        f"Verdict: of {_ASKED * len(TASKS)} requests {' and '.join(winners)} had most right, {best} ({ours}). Of two "
+        f"general requests, picking answered {kept} as the base does; the mixture answered {changed} otherwise."
+    )
+
+
 def _score_table(results: Mapping[str, Result]) -> Table:
     table = Table(f"right, of {_ASKED} held-out requests", *TASKS, "mean")
     for way, result in results.items():
@@ -318,7 +382,9 @@ def _score_table(results: Mapping[str, Result]) -> Table:
     return table
 
 
-def _write_page(folder: Path, model: str, results: Mapping[str, Result], shares: Mapping[str, torch.Tensor]) -> Path:
+def _write_page(
+    folder: Path, model: str, results: Mapping[str, Result], shares: Mapping[str, torch.Tensor], verdict: str
+) -> Path:
     """`report.html`, with its pictures: `answers.png` and `routing.png`."""
     title = f"{model}: right answers to {_ASKED} new requests of each kind"
     plot_bars({way: result.exact for way, result in results.items()}, folder / "answers.png", title, "{:.0f}")
@@ -328,11 +394,7 @@ def _write_page(folder: Path, model: str, results: Mapping[str, Result], shares:
         Section("Right answers", [f"To {_ASKED} held-out requests of each kind."], figure=folder / "answers.png"),
         shares_section(shares, folder / "routing.png", names=[*TASKS]),
     ]
-    mean = {way: sum(result.exact.values()) / len(TASKS) for way, result in results.items()}
-    lead = [
-        f"Right of {_ASKED}: {', '.join(f'{way} {value:.1f}' for way, value in mean.items())}.",
-        who_serves_what(shares, [*TASKS]),
-    ]
+    lead = [verdict, who_serves_what(shares, [*TASKS])]
     return write_page(folder / "report.html", f"One model of four LoRAs: {model}", lead, sections)
 
 
@@ -349,7 +411,7 @@ def _exported(
     remove(folder / "exported")  # of an earlier demo
     remove(gguf)
     try:
-        moe = export_adapter(folder / "trained", folder / "exported", base)
+        moe = export_adapter(folder / "mixture", folder / "exported", base)
     except InputError as error:
         return f"Not exported: {error}"
     requests = [test[row]["prompt"] for row in rows]

@@ -41,7 +41,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "use_dora": (False, "DoRA rescales the whole weight; train a LoRA without it"),
     "bias": ("none", "biases of the base were trained; train a LoRA without them"),
     "lora_bias": (False, "an expert has no bias; train a LoRA without it"),
-    "modules_to_save": (None, "these were trained in full, and experts share all but their LoRAs; train without them"),
     "target_parameters": (None, "LoRAs on parameters of a MoE have no place in an expert; adapt linear layers"),
     "alora_invocation_tokens": (None, "it is active only after certain tokens; train an ordinary LoRA"),
     "layer_replication": (None, "its base repeats some layers; train a LoRA of the base as it is"),
@@ -51,7 +50,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "monteclora_config": (None, "it has weights besides A and B; train an ordinary LoRA"),
     "arrow_config": (None, "it routes between LoRAs itself; give these"),
 }
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight", "embed_out.weight")
 # Initial values by name that leave the base's weights as they are.
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 
@@ -76,13 +74,17 @@ def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Lora:
-    """One LoRA adapter: A [r, in], B [out, r] of each linear module, and trained rows of embeddings by token [D]."""
+    """
+    One LoRA adapter: A [r, in], B [out, r] of each linear module, trained rows of embeddings by token [D], and complete
+    tensors of the base, by their names there.
+    """
 
     name: str
     config: LoraConfig
     A: dict[str, torch.Tensor]
     B: dict[str, torch.Tensor]
     tokens: dict[str, dict[int, torch.Tensor]]
+    saved: dict[str, torch.Tensor]
 
 
 def lora_to_moe(
@@ -105,7 +107,8 @@ def lora_to_moe(
     without training.
 
     Rows of embeddings that adapters trained (`trainable_token_indices`) are shared by all experts: each token has the
-    row of the adapter that trained it, and where several did and differ, their mean, with a warning.
+    row of the adapter that trained it, and where several did and differ, their mean, with a warning. What adapters
+    trained in full (`modules_to_save`: norms, embeddings, a head) must be the same in all, and is shared too.
 
     Args:
         model: the base model, without adapters.
@@ -164,7 +167,17 @@ def lora_to_moe(
     settings.setdefault("revision", loras[0].config.revision)
     n = len(loras) + bool(settings.get("base_expert"))
     settings.setdefault("top_k", min(2, n))
-    determined = _determined(loras, targets)
+    everyone = loras if shared is None else [*loras, shared]
+    determined, saved = _determined(loras, targets), _saved(everyone, model)
+    if saved:
+        if settings.get("base_expert"):
+            raise InputError(
+                f"lora_to_moe: base_expert=True: all experts would share the adapters' {next(iter(saved))}, which is "
+                "not the base's; leave it out"
+            )
+        modules = {key.rpartition(".")[0] for key in saved}
+        settings["modules_to_save"] = sorted(modules.union(settings.get("modules_to_save") or ()))
+        settings["ensure_weight_tying"] = loras[0].config.ensure_weight_tying
     averaged = outside_ffns(model, targets) if attention != "route" else set()
     if averaged == targets.keys():
         raise InputError(
@@ -203,7 +216,12 @@ def lora_to_moe(
                 layer.shared_parameters(adapter_name), (A, shared.B[module].T * factor), strict=True
             ):
                 parameters[projection].data[0, : len(matrix)].copy_(matrix)
-    for module, rows in _token_rows(loras if shared is None else [*loras, shared]).items():
+    for key, tensor in saved.items():
+        module, _, name = key.rpartition(".")
+        peft_model.get_base_model().get_submodule(f"{module}.modules_to_save.{adapter_name}").get_parameter(
+            name
+        ).data.copy_(tensor)
+    for module, rows in _token_rows(everyone).items():
         wrapper: Any = peft_model.get_base_model().get_submodule(module)
         wrapper.token_adapter.trainable_tokens_delta[adapter_name].data.copy_(_shared_rows(module, rows))
     return peft_model
@@ -281,6 +299,29 @@ def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tens
         torch.stack(of_token).float().mean(0) if token in differing else of_token[0].float()
         for token, of_token in rows.items()
     ])  # fmt: skip
+
+
+def _saved(loras: Sequence[_Lora], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The complete tensors that are not the base's, and the same in all adapters."""
+    base, found = dict(model.named_parameters(remove_duplicate=False)), {}
+    for key in dict.fromkeys(key for lora in loras for key in lora.saved):
+        of_each = [lora.saved.get(key, base[key].detach()).to(base[key].dtype).cpu() for lora in loras]
+        if all(tensor.equal(base[key].detach().cpu()) for tensor in of_each):
+            continue
+        others = [
+            lora.name
+            for lora, tensor in zip(loras, of_each, strict=True)
+            if not tensor.equal(of_each[0]) or lora.config.ensure_weight_tying != loras[0].config.ensure_weight_tying
+        ]
+        if any(key.rpartition(".")[0] in lora.A for lora in loras):
+            others.append("the base")
+        if others:
+            raise InputError(
+                f"lora_to_moe: {loras[0].name}: {key} is not that of {others[0]}: it was trained in full, and experts "
+                "share all but their LoRAs; train without it, or save the base with it"
+            )
+        found[key] = of_each[0]
+    return found
 
 
 def _stacked(
@@ -465,20 +506,20 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
     tokens: dict[str, dict[int, torch.Tensor]] = {}
+    saved: dict[str, torch.Tensor] = {}
     for key, tensor in state.items():
         if not tensor.isfinite().all():
             raise InputError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
         module, _, kind = name_in_base(key).partition(".lora_")
-        if module.endswith(_EMBEDDINGS):
-            _check_embeddings(name, module, tensor, model)
-            continue
         if module.endswith(TOKEN_ROWS):
             module = module.removesuffix(TOKEN_ROWS)
             tokens[module] = _rows_by_token(name, config, module, tensor, model)
             continue
-        if kind not in ("A.weight", "B.weight"):
+        if kind not in ("A.weight", "B.weight", ""):
             raise InputError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
-        (A if kind == "A.weight" else B)[module] = tensor
+        if not kind:
+            _check_saved(name, module, tensor, model)
+        {"A.weight": A, "B.weight": B, "": saved}[kind][module] = tensor
     ignored = _untargeted(config, [*A, *B], model)
     if ignored:
         logger.warning(
@@ -486,13 +527,13 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
             name, config.target_modules, ", ".join(sorted(ignored)),
         )  # fmt: skip
     A, B = ({module: tensor for module, tensor in of.items() if module not in ignored} for of in (A, B))
-    lora = _Lora(name, config, A, B, tokens)
+    lora = _Lora(name, config, A, B, tokens, saved)
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
         raise InputError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
-    if config.trainable_token_indices and not tokens:
-        asked = f"trainable_token_indices={config.trainable_token_indices!r}"
-        raise InputError(f"lora_to_moe: {name}: lacks the rows of {asked}; save the adapter again")
+    for field, found in (("trainable_token_indices", tokens), ("modules_to_save", saved)):
+        if (value := getattr(config, field)) and not found:
+            raise InputError(f"lora_to_moe: {name}: lacks the weights of {field}={value!r}; save the adapter again")
     for module in A:
         ranks, stated = (A[module].shape[0], B[module].shape[-1]), lora_rank(config, module)
         if ranks != (stated, stated):
@@ -533,20 +574,15 @@ def _rows_by_token(
     return dict(zip(ids, rows, strict=True))
 
 
-def _check_embeddings(name: str, key: str, tensor: torch.Tensor, model: nn.Module) -> None:
-    """Embeddings and heads, which PEFT saves with an adapter if tokens were added, must be the base's."""
+def _check_saved(name: str, key: str, tensor: torch.Tensor, model: nn.Module) -> None:
+    """What was trained in full, and embeddings and heads, which PEFT saves if tokens were added, must fit the base."""
     base = dict(model.named_parameters(remove_duplicate=False)).get(key)
     if base is None:
         raise InputError(f"lora_to_moe: {name}: {key}: the base model has no such weight; is it the adapter's base?")
-    if base.shape != tensor.shape:
+    if shape_of(base) != tensor.shape:
         raise InputError(
             f"lora_to_moe: {name}: {key} has {len(tensor)} rows, the base's {len(base)}: tokens were added, and "
             "experts share embeddings; save the base with these, and train on that"
-        )
-    if not base.is_meta and not torch.equal(tensor.to(base), base):
-        raise InputError(
-            f"lora_to_moe: {name}: {key} is not the base's: it was trained, and experts share it; train without it, or "
-            "save the base with it"
         )
 
 

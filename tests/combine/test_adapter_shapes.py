@@ -79,7 +79,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora=True: DoRA rescales the whole weight"),
     "biases": ({"bias": "all"}, "bias='all': biases of the base were trained"),
     "biases of its own": ({"lora_bias": True}, "lora_bias=True: an expert has no bias"),
-    "a head": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=.*lm_head.*: these were trained in full"),
+    "a head": ({"modules_to_save": ["lm_head"]}, r"lacks the weights of modules_to_save=\['lm_head'\]"),
     "experts of a MoE": ({"target_parameters": ["mlp.experts.up"]}, "target_parameters=.*: LoRAs on parameters"),
     "an activated LoRA": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens=.*: it is active only after"),
     "repeated layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=.*: its base repeats some layers"),
@@ -191,11 +191,54 @@ def test_embeddings_must_be_the_bases(case, tmp_path):
     saved(embeddings)
     assert lora_to_moe(base, [folder, case / "a"]).peft_config["default"].num_experts == 2
     saved(embeddings + 1)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the base's: it was trained"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not that of .*/a: it was trained"):
         lora_to_moe(AutoModelForCausalLM.from_pretrained(case / "base"), [folder, case / "a"])
     saved(torch.cat([embeddings, embeddings[:2]]))
     with pytest.raises(ValueError, match=r"has 130 rows, the base's 128: tokens were added, and experts"):
         lora_to_moe(AutoModelForCausalLM.from_pretrained(case / "base"), [folder, case / "a"])
+
+
+TRAINED_IN_FULL = ("model.norm", "model.layers.0.input_layernorm", "lm_head")
+
+
+def trained_in_full(folder: Path, case: Path, seed: int, change: float, declared: bool) -> Path:
+    """A LoRA whose file has complete tensors beside the matrices, and whose config says so or not."""
+    saved = {"modules_to_save": ["input_layernorm", "model.norm", "lm_head"]} if declared else {}
+    write(folder, case, seed, {"target_modules": ALL}, saved)
+    state, base = load_file(folder / "adapter_model.safetensors"), tiny_llama(vocab=128)
+    modules = [name for name, _ in base.named_modules() if name.endswith(("input_layernorm", "lm_head", "l.norm"))]
+    for name in modules if declared else TRAINED_IN_FULL:
+        state[f"base_model.model.{name}.weight"] = base.get_submodule(name).weight.detach() * (1 + change)
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_tensors_that_all_adapters_trained_alike_are_shared(declared, case, tmp_path):
+    """In memory, and again from the mixture's folder: a forced expert is its LoRA as PEFT loads it."""
+    folders = [trained_in_full(tmp_path / name, case, i, 0.5, declared) for i, name in enumerate("xy")]
+    ids = torch.arange(3, 27).view(2, 12)
+    model = lora_to_moe(tiny_llama(vocab=128), folders).eval()
+    model.save_pretrained(tmp_path / "mixture")
+    again = PeftModel.from_pretrained(tiny_llama(vocab=128), tmp_path / "mixture").eval()
+    for i, folder in enumerate(folders):
+        with torch.no_grad():
+            expected = PeftModel.from_pretrained(tiny_llama(vocab=128), folder).eval()(ids).logits
+            for mixture in (model, again):
+                with force_experts(mixture, i):
+                    assert_near(mixture(ids).logits, expected)
+    with torch.no_grad(), model.disable_adapter():
+        assert_near(model(ids).logits, tiny_llama(vocab=128).eval()(ids).logits)
+    with pytest.raises(ValueError, match=r"base_expert=True: all experts would share the adapters' .*\.weight, which"):
+        lora_to_moe(tiny_llama(vocab=128), folders, base_expert=True)
+
+
+def test_tensors_that_adapters_trained_otherwise_are_named(case, tmp_path):
+    same, changed, more = (trained_in_full(tmp_path / f"{x}", case, 0, x, True) for x in (0.0, 0.5, 0.25))
+    assert lora_to_moe(tiny_llama(vocab=128), [same, case / "a"]).peft_config["default"].modules_to_save is None
+    for others in ((case / "a", changed), (changed, same), (changed, more)):
+        with pytest.raises(ValueError, match=r"lm_head\.weight is not that of .*: it was trained in full"):
+            lora_to_moe(tiny_llama(vocab=128), others)
 
 
 def test_other_chat_templates_are_a_warning(case, tmp_path, tokenizer, caplog):

@@ -142,20 +142,18 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
             f"granularity={m}: an expert's {f // m} neurons in {str(dtype).removeprefix('torch.')} are rows of {size} "
             "bytes, and transformers' grouped products take multiples of 16; use another granularity or dtype"
         )
-    for name in ("num_shared_experts", "num_added_shared_experts"):
-        if getattr(config, name) and families[1].shared is None:
-            raise InputError(
-                f"{name}={getattr(config, name)}: {families[1].model_type} has no shared experts; use 0, or a "
-                "Qwen2 model"
-            )
     shared = config.num_shared_experts
+    if shared and families[1].shared is None:
+        raise InputError(
+            f"num_shared_experts={shared}: {families[1].model_type} has no shared experts; use 0, or a Qwen2 model"
+        )
     moe = moe_config(
         families,
         dense,
         num_experts=config.num_experts * m - shared,
         top_k=config.top_k * m - shared,
         width=f // m,
-        shared_width=shared * f // m + config.num_added_shared_experts * f,
+        shared_width=shared * f // m,
         router_aux_loss_coef=config.router_aux_loss_coef,
     )
     return families[1], moe
@@ -336,23 +334,16 @@ class Upcycled:
         if not c.weight_scaling:
             return expert
         # The active experts are k times as wide as the dense FFN, so each of their neurons should count 1/k. The gates
-        # of the m·k - k_s routed ones sum to 1. Added shared experts are the FFN again, once each.
-        return expert.scaled((m * c.top_k - c.num_shared_experts) / c.top_k / (1 + c.num_added_shared_experts))
+        # of the m·k - k_s routed ones sum to 1.
+        return expert.scaled((m * c.top_k - c.num_shared_experts) / c.top_k)
 
     def shared(self, layer: int) -> FFN:
         c = self.config
-        if c.num_added_shared_experts:
-            block = joined([self._source(i).ffn(layer) for i in range(c.num_added_shared_experts)])
-            if c.init == "scratch":
-                block = self.init.make(block, 0, 1, generator_for(c.seed, layer, "shared"))
-            factor = 1 / (1 + c.num_added_shared_experts)
-        elif c.num_shared_experts:
-            sampled = joined(list(self._sampled(layer)))
-            block = self.init.make(sampled, 0, 1, generator_for(c.seed, layer, "shared"))
-            factor = 1 / c.top_k
-        else:
+        if not c.num_shared_experts:
             return zero_ffn(EMPTY_SHARED, self.sources[0].config.hidden_size)
-        gate, up, down = block.scaled(factor if c.weight_scaling else 1.0)
+        sampled = joined(list(self._sampled(layer)))
+        block = self.init.make(sampled, 0, 1, generator_for(c.seed, layer, "shared"))
+        gate, up, down = block.scaled(1 / c.top_k if c.weight_scaling else 1.0)
         return FFN(gate, up, 2 * down)  # its gate in a Qwen2-MoE is a sigmoid, which is one half at first
 
     def _sampled(self, layer: int) -> Iterator[FFN]:

@@ -72,8 +72,6 @@ class UpcycleConfig:
         num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
             random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
             stays top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
-        num_added_shared_experts: complete copies of the dense FFN that are always active *beside* all routed experts,
-            as one shared block; the active width grows by as many f. Not the paper's shared experts.
         weight_scaling: scale up and down projections so that the active experts add up to the dense FFN. The shared
             block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
         router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
@@ -111,9 +109,6 @@ class UpcycleConfig:
         "partition", f"neurons of fine-grained experts: {', '.join(get_args(Split))}", get_args(Split)
     )
     num_shared_experts: int = setting(0, "fine-grained experts that are always active", _COUNT_OR_NONE)
-    num_added_shared_experts: int = setting(
-        0, "complete FFNs that are always active, beside all routed experts", _COUNT_OR_NONE
-    )
     weight_scaling: bool = setting(True, "keep the size of the FFN's output")
     router_init: str = setting("normal", f"initial gates: {', '.join((*get_args(RouterInit), 'ridge', 'prompts'))}")
     router_init_std: float = setting(0.02, "standard deviation of random gates", _SIZE)
@@ -135,8 +130,6 @@ class UpcycleConfig:
             raise self._error("top_k", f"must be at most num_experts={self.num_experts}")
         if self.num_shared_experts >= self.granularity * self.top_k:
             raise self._error("num_shared_experts", f"must be below granularity·top_k={self.granularity * self.top_k}")
-        if self.num_shared_experts and self.num_added_shared_experts:
-            raise self._error("num_added_shared_experts", "use this or num_shared_experts")
         if self.granularity == 1 and not self.num_shared_experts and self.fine_grained_split != "partition":
             raise self._error("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
         if self.router_init == "given" and self.router_weights is None:

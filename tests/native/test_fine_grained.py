@@ -288,8 +288,6 @@ def test_active_experts_add_up_to_the_scale_of_the_dense_ffn(sizes, split, dense
         assert coefficients(block.routed[0], full) == near(F / m)
 
 
-def test_shared_experts_of_both_kinds_exclude_each_other():
-    with pytest.raises(ValueError, match=r"num_added_shared_experts=1: use this or num_shared_experts"):
-        UpcycleConfig(num_shared_experts=1, num_added_shared_experts=1)
+def test_some_experts_must_be_routed():
     with pytest.raises(ValueError, match=r"num_shared_experts=4: must be below granularity·top_k=4"):
         UpcycleConfig(granularity=2, top_k=2, num_shared_experts=4)

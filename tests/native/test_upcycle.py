@@ -110,20 +110,6 @@ def test_logits_are_the_dense_models(kind, settings, folders, tmp_path):
     assert_near(logits(out), expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"granularity": 2}, {"granularity": 3, "num_added_shared_experts": 2}])
-def test_added_shared_experts_and_the_routed_ones_add_up_to_the_dense_ffn(settings, folders, tmp_path):
-    settings = {"num_added_shared_experts": 1, **settings}
-    out = upcycle(folders["qwen2"], tmp_path / "moe", UpcycleConfig(num_experts=4, **settings))
-    expected = logits(folders["qwen2"])
-    assert_near(logits(out), expected)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.config.shared_expert_intermediate_size == settings["num_added_shared_experts"] * 48
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.shared_expert.down_proj.weight.zero_()
-    assert (logits(model) - expected).abs().max() > 0.1  # they do take part
-
-
 def test_without_weight_scaling_the_output_is_another(folders, tmp_path):
     config = UpcycleConfig(num_experts=4, granularity=2, weight_scaling=False)
     assert (logits(upcycle(folders["llama"], tmp_path / "moe", config)) - logits(folders["llama"])).abs().max() > 0.1
@@ -446,7 +432,7 @@ def test_gates_of_another_shape(options, shape, message, folders):
     ("num_shared_experts", 2, "below .*=2"), ("fine_grained_split", "random", "partition, independent"),
     ("router_aux_loss_coef", -0.1, "from 0 to"), ("router_aux_loss_coef", math.nan, "from 0 to"),
     ("router_init_std", -1, "from 0 to"), ("noise_scale", 1e300, "1000"), ("noise_scale", 10**400, "1000"),
-    ("num_added_shared_experts", -1, "from 0 to"), ("drop_rate", 0.3, "^drop_rate=0.3: goes with init='drop'"),
+    ("num_shared_experts", -1, "from 0 to"), ("drop_rate", 0.3, "^drop_rate=0.3: goes with init='drop'"),
     ("noise_share", 0.1, "goes with init='random_noise'"), ("shared_indices", False, "goes with init='drop'"),
     ("router_num_heads", 2, "goes with router_init='attention'"), ("router_weights", "x", "router_init='given'"),
 ])  # fmt: skip
@@ -563,8 +549,9 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     windows = saved(dense_model("qwen3", **sliding), tmp_path / "windows")
     refused(tmp_path, "layer_types|max_window_layers|sliding", windows)
-    for name in ("num_shared_experts", "num_added_shared_experts"):
-        refused(tmp_path, f"{name}=1: mixtral has no shared experts; use 0", folders["llama"], **{name: 1})
+    refused(
+        tmp_path, "num_shared_experts=1: mixtral has no shared experts; use 0", folders["llama"], num_shared_experts=1
+    )
     refused(tmp_path, "'llama' model does not become qwen3_moe.*llama → mixtral", folders["llama"], family="qwen3_moe")
     refused(tmp_path, "granularity=5: must divide .* 48", folders["llama"], granularity=5)
     for settings in ({"granularity": 8}, {"granularity": 4, "dtype": "bfloat16"}):

@@ -42,7 +42,7 @@ def masks(n):
 
 @pytest.mark.parametrize("moe, routed", [
     ({}, 4), ({"granularity": 2}, 8), ({"granularity": 3}, 12), ({"granularity": 4, "num_shared_experts": 2}, 14),
-    ({"num_shared_experts": 1}, 3), ({"granularity": 2, "num_added_shared_experts": 1}, 8),
+    ({"num_shared_experts": 1}, 3),
 ])  # fmt: skip
 def test_a_native_moes_map_is_over_its_routed_experts(moe, routed, case):
     kept = recipe(case, "ffn", moe=moe, sft={"expert_map": masks(routed)})

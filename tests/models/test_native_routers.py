@@ -323,7 +323,7 @@ def test_inspect_reads_a_saved_model_with_its_routers(kind, tokenizer, tmp_path,
     texts = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in rows]
     (tmp_path / "data.jsonl").write_text("\n".join(texts))
     reported = {}
-    monkeypatch.setattr(inspect, "write_files", lambda *args: reported.update(args[3]) or [])  # figures take long
+    monkeypatch.setattr(inspect, "write_report", lambda *args: reported.update(args[3]) or [])  # figures take long
     found = inspect.inspect_model(str(tmp_path / "model"), str(tmp_path / "data.jsonl"), tmp_path / "out")
     assert reported["size"] == asdict(model_size(model))
     ids = torch.tensor([tokenizer(json.loads(text)["text"])["input_ids"] + [1] for text in texts])

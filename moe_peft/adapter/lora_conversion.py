@@ -154,11 +154,7 @@ def lora_to_moe(
             "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
         )
     if has_routed_experts(model):
-        raise InputError(
-            f"lora_to_moe: {type(model).__name__} has routed experts of its own, beside which there can be no others, "
-            "not in its attention either; serve the adapters one for each request (vLLM: --enable-lora), or merge them "
-            "with PEFT's add_weighted_adapter"
-        )
+        settings.setdefault("router_aux_loss_coef", 0.0)  # it adds the loss of its own routers alone
     loras, targets = _read_loras(model, adapters if always is None else [*adapters, always])
     shared = None if always is None else loras.pop()
     # The model's task: adapters may name another, which nothing of a LoRA depends on.

@@ -22,7 +22,7 @@ from ..utils.distributed import shape_of
 from ..utils.messages import InputError, one_line
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
-from .base_model import embeddings_name, find_ffns, is_encoder_decoder, layout_of, name_endings
+from .base_model import embeddings_name, find_ffns, has_routed_experts, is_encoder_decoder, layout_of, name_endings
 from .config import MoELoraConfig, by_pattern, usual_alpha
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, probe_ffn
@@ -90,7 +90,12 @@ class MoELoraModel(BaseTuner):
         return peft_config  # `target_modules=None` is resolved by `_prepare_model`, which has the model
 
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
-        router_outputs.refuse_native_moe(model)
+        is_moe = has_routed_experts(model)
+        if is_moe and peft_config.target_modules is None:
+            raise InputError(
+                f"MoELoraConfig: {type(model).__name__} already has routed experts; adapt it with a plain LoraConfig, "
+                "name linears beside them (target_modules), such as those of attention, or start from a dense model"
+            )
         liger.name_activations(model)
 
         # The targets, as PEFT will find them.
@@ -122,6 +127,11 @@ class MoELoraModel(BaseTuner):
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
+            if is_moe and ".experts." in name:
+                raise InputError(
+                    f"MoELoraConfig: target module {name!r}: it is in a routed expert of the base, which has no others "
+                    "in it; adapt it with a plain LoraConfig"
+                )
 
         # All together: settings that would change nothing.
         if targets and not any(map(layout_of, targets.values())):
@@ -356,13 +366,16 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
 
 
 def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
-    """Raise if an encoder-decoder would be trained with routers: it gets no balancing loss."""
-    if not is_encoder_decoder(model) or config.inference_mode or not config.router_aux_loss_coef:
+    """Raise if routers would be trained whose balancing loss a model does not add."""
+    kind = "is an encoder-decoder" if is_encoder_decoder(model) else "has routers of its own"
+    if config.inference_mode or not config.router_aux_loss_coef:
+        return
+    if not is_encoder_decoder(model) and not has_routed_experts(model):
         return
     if any(_spec(config, name, model).num_experts > 1 for name in names):
         raise InputError(
-            f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} is an "
-            "encoder-decoder, which gets no balancing loss; set it to 0, or use num_experts=1"
+            f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} {kind}, and "
+            "gets no balancing loss; set it to 0, or use num_experts=1"
         )
 
 

@@ -36,16 +36,6 @@ FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_
 # --- the config's fields ------------------------------------------------------------------------------------------
 
 
-def refuse_native_moe(model: nn.Module) -> None:
-    """Raise if the model already has routed experts: the adapter would overwrite their config fields."""
-    if not _is_installed(model) and has_routed_experts(model):
-        kind = getattr(text_config(model), "model_type", type(model).__name__)
-        raise InputError(
-            f"MoELoraConfig: the base model {kind!r} already has routed experts; adapt it with a plain LoraConfig, or "
-            "start from a dense model"
-        )
-
-
 def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     """
     Set the model config's fields to those of the active adapters; put the base's own back if no router is left.
@@ -53,7 +43,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     The adapters decide on `output_router_logits` and `router_aux_loss_coef`, but what a user or a trainer set in the
     config holds, before there was an adapter or later: a value that is neither its class's default nor from here.
     """
-    if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
+    if not is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
         return
     before = {name for name, _, _ in model.__dict__["_moe_lora_synced"] or ()}
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
@@ -122,15 +112,16 @@ def text_config(model: nn.Module) -> Any:
 
 def install(model: nn.Module) -> None:
     """
-    Register the hooks on a transformers model, once, and note its layers. Other modules are left as they are.
+    Register the hooks on a transformers model, once, and note its layers. Other modules are left as they are, and so is
+    a model with routed experts of its own, whose fields and outputs are about these.
 
     Some causal LMs call only a part of their backbone (OPT its decoder), and some trainers call only the backbone. So
     both model and backbone have hooks, and whichever runs first collects for both.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) or has_routed_experts(model):
         return
     model.__dict__["_moe_lora_layers"] = [m for m in model.modules() if isinstance(m, MoELoraLayer)]
-    if _is_installed(model):
+    if is_installed(model):
         return
     model.__dict__["_moe_lora_synced"], model.__dict__["_moe_lora_written"] = None, {}
     config = text_config(model)
@@ -147,7 +138,7 @@ def install(model: nn.Module) -> None:
 
 def uninstall(model: nn.Module) -> None:
     """Remove the hooks, and put the config's own fields back."""
-    if not _is_installed(model):
+    if not is_installed(model):
         return
     for handle in model.__dict__.pop("_moe_lora_handles"):
         handle.remove()
@@ -157,7 +148,7 @@ def uninstall(model: nn.Module) -> None:
         del model.__dict__[f"_moe_lora_{name}"]
 
 
-def _is_installed(model: nn.Module) -> bool:
+def is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 

@@ -183,15 +183,15 @@ _gate_hooks: dict[nn.Module, list[Any]] = {}  # of native MoEs, likewise
 
 
 @contextmanager
-def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, int]) -> Iterator[None]:
+def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, int] | None) -> Iterator[None]:
     """
     Call `observe` with the collection of each forward pass of a backbone inside the block.
 
     Args:
-        gates: of a native MoE, with the index of the logits in what each returns; none if the model has an adapter,
-            whose layers record by themselves.
+        gates: of a native MoE, with the index of the logits in what each returns; None if hooks of an adapter begin
+            and end a pass.
     """
-    if backbone not in _observers and gates:
+    if backbone not in _observers and gates is not None:
         _gate_hooks[backbone] = [
             backbone.register_forward_pre_hook(begin, with_kwargs=True),
             backbone.register_forward_hook(_end_native, with_kwargs=True, always_call=True),

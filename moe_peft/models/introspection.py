@@ -22,7 +22,7 @@ from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, effective_experts
 from ..utils.torch_contexts import evaluating
-from .layer import native_layers, routed_layers
+from .layer import NativeLayer, routed_layers
 
 
 def base_model(model: Any) -> Any:
@@ -170,8 +170,11 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
         chosen, experts, gates = _chosen(logits, choices, k)
         observe(RoutedPass(tuple(logits), chosen, experts, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
-    gates = {layer.module: layer.logits_index for layer in native_layers(model)}
-    with observing(backbone(model), on_pass, gates):
+    # An adapter's layers record by themselves, in passes that its own hooks begin, but not beside a MoE's own routers.
+    layers = routed_layers(model)
+    gates = {layer.module: layer.logits_index for layer in layers if isinstance(layer, NativeLayer)}
+    begun = not layers or router_outputs.is_installed(base_model(model))
+    with observing(backbone(model), on_pass, None if begun else gates):
         yield
 
 

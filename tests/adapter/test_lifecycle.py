@@ -931,22 +931,22 @@ def test_pattern_that_matches_no_module_is_refused(field):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "message"),
     [
-        {},
-        {"target_modules": ["q_proj"]},
-        {"target_modules": "all-linear"},
-        {"target_modules": ["q_proj"], "num_experts": 1},
+        ({}, "Mixtral.*already has routed experts.*LoraConfig"),
+        ({"target_modules": ["mlp"]}, "target module 'model.layers.0.mlp' .* is neither an FFN"),
+        ({"target_modules": ["q_proj"]}, "router_aux_loss_coef=0.5: Mixtral.* has routers of its own"),
+        ({"target_modules": "all-linear"}, "router_aux_loss_coef=0.5: Mixtral.* has routers of its own"),
     ],
-    ids=["ffn", "attention", "all-linear", "one expert"],
+    ids=["unnamed", "a block of experts", "attention", "all-linear"],
 )
-def test_base_model_with_experts_of_its_own_is_refused(settings: dict[str, Any]):
+def test_what_a_base_model_with_experts_of_its_own_cannot_have(settings: dict[str, Any], message: str):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     base = MixtralForCausalLM(MixtralConfig(num_local_experts=4, **sizes, **heads))
     before = snapshot(base)
-    with pytest.raises(ValueError, match=r"mixtral.*already has routed experts.*LoraConfig"):
+    with pytest.raises(ValueError, match=message):
         get_peft_model(base, adapter(top_k=1, **settings))
     assert snapshot(base) == before
 

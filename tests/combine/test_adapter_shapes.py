@@ -11,10 +11,21 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from compatibility.families import tiny
 from moe_peft import force_experts, lora_to_moe
 from moe_peft.combine.mix import mix
+from moe_peft.models.introspection import observed_routing
+from moe_peft.models.layer import native_layers, routed_layers
 from tests.helpers.close import assert_near
 from tests.helpers.mix_case import FFN, make_case, settings
 from tests.helpers.models import tiny_llama
@@ -145,13 +156,51 @@ def test_an_adapter_of_mlx_lm_is_called_one(case, tmp_path):
                      data=None, label_column=None))  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", ["route", "mean"])
-def test_loras_of_a_moe_are_told_what_to_do_with_them(attention, tmp_path):
-    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, num_experts=4, moe_intermediate_size=16))
-    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    adapted.save_pretrained(tmp_path / "lora")
-    with pytest.raises(ValueError, match=r"has routed experts of its own, .*--enable-lora.*add_weighted_adapter"):
-        lora_to_moe(adapted.unload(), [tmp_path / "lora"] * 2, attention=attention)
+def moe_base(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZE, num_local_experts=4))
+    if name == "gpt_oss":
+        return tiny("gpt_oss")
+    shared = {"shared_expert_intermediate_size": 24} if name == "qwen2_moe" else {}
+    config, model = {
+        "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+    }[name]  # fmt: skip
+    return model(config(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **shared))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss"])
+def test_loras_beside_the_routed_experts_of_a_moe_become_experts(name, tmp_path):
+    """
+    On attention, and on Qwen2-MoE's shared expert: a forced expert is its LoRA as PEFT loads it, the base's config and
+    its own router logits stay, and those who watch routing see the adapter's.
+    """
+    targets = ["q_proj", "v_proj", *(["shared_expert.up_proj"] if name == "qwen2_moe" else [])]
+    folders = [tmp_path / "x", tmp_path / "y"]
+    for i, folder in enumerate(folders):
+        torch.manual_seed(i)
+        config = LoraConfig(r=4, init_lora_weights=False, target_modules=targets, task_type="CAUSAL_LM")
+        get_peft_model(moe_base(name), config).save_pretrained(folder)
+    ids, base = torch.arange(3, 27).view(2, 12), moe_base(name).eval()
+    fields, gates = base.config.to_dict(), len(native_layers(base))
+    mixture = lora_to_moe(moe_base(name), folders, top_k=1).eval()
+    mixture.save_pretrained(tmp_path / "mixture")
+    again = PeftModel.from_pretrained(moe_base(name), tmp_path / "mixture").eval()
+    with torch.no_grad():
+        for i, folder in enumerate(folders):
+            expected = PeftModel.from_pretrained(moe_base(name), folder).eval()(ids).logits
+            for model in (mixture, again):
+                with force_experts(model, i):
+                    assert_near(model(ids).logits, expected)
+        with mixture.disable_adapter():
+            assert_near(mixture(ids).logits, base(ids).logits)
+        seen: list[Any] = []
+        with observed_routing(mixture, seen.append):
+            output = mixture(ids, labels=ids, output_router_logits=True)
+    assert len(output.router_logits) == gates and output.router_logits[0].shape == (24, 4)
+    assert output.aux_loss > 0 and mixture.get_base_model().config.to_dict() == fields
+    assert len(seen) == 1 and {logits.shape for logits in seen[0].router_logits} == {(24, 2)}
+    assert len(seen[0].router_logits) == len(routed_layers(mixture)) >= 2 * gates
 
 
 def test_a_base_that_is_an_adapter_is_called_one(case, tmp_path):
@@ -231,6 +280,25 @@ def test_tensors_that_all_adapters_trained_alike_are_shared(declared, case, tmp_
         assert_near(model(ids).logits, tiny_llama(vocab=128).eval()(ids).logits)
     with pytest.raises(ValueError, match=r"base_expert=True: all experts would share the adapters' .*\.weight, which"):
         lora_to_moe(tiny_llama(vocab=128), folders, base_expert=True)
+
+
+@pytest.mark.parametrize("tying", [False, True])
+def test_trained_embeddings_are_tied_to_the_head_as_the_loras_have_them(tying, tmp_path):
+    folders = [tmp_path / "x", tmp_path / "y"]
+    for i, folder in enumerate(folders):
+        torch.manual_seed(i)
+        config = LoraConfig(
+            r=4, init_lora_weights=False, target_modules=FFN, task_type="CAUSAL_LM", modules_to_save=["embed_tokens"],
+            ensure_weight_tying=tying,
+        )  # fmt: skip
+        model = get_peft_model(tiny_llama(tie_word_embeddings=True), config)
+        model.get_base_model().model.embed_tokens.modules_to_save["default"].weight.data.mul_(1.5)
+        model.save_pretrained(folder)
+    ids, mixture = torch.arange(3, 27).view(2, 12), lora_to_moe(tiny_llama(tie_word_embeddings=True), folders).eval()
+    for i, folder in enumerate(folders):
+        with torch.no_grad(), force_experts(mixture, i):
+            expected = PeftModel.from_pretrained(tiny_llama(tie_word_embeddings=True), folder).eval()(ids).logits
+            assert_near(mixture(ids).logits, expected)
 
 
 def test_tensors_that_adapters_trained_otherwise_are_named(case, tmp_path):

@@ -63,6 +63,7 @@ class Dispatch:
     ) -> None:
         self.experts, self.gates, self.updated = experts_TK, gates_TK, updated_TK
         self.scaling, self.all_columns = scaling, all_columns
+        self.mixes_outputs = False  # whether the experts' complete outputs are mixed, not their updates
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
@@ -96,10 +97,13 @@ class Dispatch:
             self._scaled_gates = self.pair_gates() * self.scaling if whole else self.to_pairs(self.slot_factors())
         return self._scaled_gates
 
+    def updating(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """h [P, r], or 0 where a pair has no update."""
+        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
+
     def scaled(self, h_PR: torch.Tensor) -> torch.Tensor:
         """`s·h` [P, r], or 0 where a pair has no update."""
-        h_PR = h_PR * self.scaling
-        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
+        return self.updating(h_PR * self.scaling)
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Experts' matrices [n, r, m] as products in this dtype take them."""
@@ -267,7 +271,7 @@ class Gather(Dispatch):
     """Copies the matrices of each token's experts, which are a LoRA of rank k·r of its own: for few tokens."""
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return A if len(A) > 1 else super().cast(A, dtype)  # `_of_pairs` casts those of the chosen experts alone
+        return A if A.shape[0] > 1 else super().cast(A, dtype)  # `_of_pairs` casts those of the chosen experts alone
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if A and A[0].shape[0] == 1:
@@ -294,7 +298,8 @@ class Gather(Dispatch):
 
     def _of_pairs(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrices of each pair's expert, [P, r, m]."""
-        return super().cast(A.index_select(0, self.pair_experts()), dtype)
+        A_PRM = A.index_select(0, self.pair_experts())
+        return A_PRM if A_PRM.dtype == dtype else A_PRM.to(dtype)
 
     def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(y_PM.unsqueeze(1), self._of_pairs(A, y_PM.dtype).transpose(1, 2)).squeeze(1)
@@ -535,13 +540,13 @@ def _block_size(pairs: int, num_experts: int) -> int:
     A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert. 16 in a
     compiled graph for any number.
     """
-    size = 8 if known(pairs < 32 * num_experts) else 16
-    while size < 128 and known(16 * size * num_experts <= pairs):
+    size = 8 if statically_known(pairs < 32 * num_experts) else 16
+    while size < 128 and statically_known(16 * size * num_experts <= pairs):
         size *= 2
     return size
 
 
-def known(condition: bool) -> bool:
+def statically_known(condition: bool) -> bool:
     """A condition on sizes; False where torch.compile would have to make a graph for each answer."""
     return statically_known_true(condition) if torch.compiler.is_compiling() else condition
 

@@ -1,5 +1,6 @@
 """
-How the experts of a batch are computed: the same five linear maps by several methods.
+How the experts of a batch are computed: what `experts.lora.by_loop` defines, without the loop. The same five linear
+maps by several methods.
 
 A *pair* is a (token, slot): token t with the j-th of its k experts. For one batch, a `Dispatch` knows the expert and
 the gate of each pair. It provides
@@ -13,6 +14,14 @@ the gate of each pair. It provides
 and the operations that experts call: `shrink_tokens`, `expand_collect` and `update`, which is both with the gates in
 between. Where all experts share a first matrix, [1, r, m], its products are plain ones. No method loops over experts
 or tokens or waits for the device, and all shapes are static.
+
+An update's factor `s·g` is multiplied where tensors are smallest, onto `A x`:
+
+    products of tokens with all experts   [T, n·r]  `weighted_columns`; 0 for experts that were not chosen
+    products of pairs                     [P, r]    `expand_collect`
+    one token (`LoraExperts._decoded`)    [k, r]
+
+Mixing "output" multiplies g onto each pair's hidden activation, too: `collect(…, gated=True)`, [P, f] → [T, f].
 
 `Dense` and `Gather` keep pairs in the order of (token, slot); `Blocks` and `Sorted` sort them by their expert. These
 may consist of several `parts` with some of the slots each, which are computed one after another: temporary memory is

@@ -1,9 +1,25 @@
 """
 The tuner layers: around an FFN block (`MoELoraFFN`) and around a single linear (`MoELoraLinear`).
 
-They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`.
+They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`
+(`experts.lora.by_loop` is its definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
 
-Legend: T tokens, n experts, k active experts, r rank, d hidden size.
+    x [T, d] ─┬─ base: gate(x), up(x) [T, f]          MoELoraFFN.input_projections
+              └─ router: logits [T, n]                MoELoraLayer.route
+                   └─ gates g, experts i [T, k] ────── Dispatch, which also is what follows
+                                                                                                in
+    mixing "projection"                               mixing "output"                           LoraExperts
+    ───────────────────                               ───────────────
+    gate, up += s Σ_i g_i B_i A_i x      [T, f]       h_i = s A_i x                    [P, r]   _updated; _mixed
+    z = act(gate) · up                   [T, f]       a_i = act(gate + B_i h_i) · (up + B_i h_i)
+                                                      z = Σ_i g_i a_i                  [T, f]   mixed_hidden
+    y = base: down(z)                    [T, d]       y = base: down(z)                [T, d]
+    y += s Σ_i g_i B_i A_i z             [T, d]       y += s Σ_i g_i B_i A_i a_i       [T, d]   _updated; _after_down
+
+For one token without gradients, `LoraExperts._decoded` computes all that follows the router.
+
+Legend: T tokens, n experts, k active experts, P = T·k pairs of token and expert, r rank, d hidden size, f the FFN's
+intermediate size, s the updates' scaling.
 """
 
 from __future__ import annotations

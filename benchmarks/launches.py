@@ -5,11 +5,14 @@ least. Ours beside LoRA's and the base's, without a GPU (see `benchmarks/tracing
     python -m benchmarks.launches                                       # a layer of Llama 3.1 8B on an H100
     python -m benchmarks.launches --device gpu --bandwidth 1.0 --tflops 165   # a 4090
     python -m benchmarks.launches --methods                             # each way of computing the experts
+    python -m benchmarks.launches --saved                               # what a layer keeps for the backward pass
     python -m benchmarks.launches --step                                # a training step of 32 layers, with the trainer
 
 A cell is "launches; GB moved; time": each operation takes as long as its bytes at the device's bandwidth or, for a
 product, its multiplications at the device's rate, whichever is longer, and nothing overlaps. Base and adapters are in
-bfloat16 (--float32: adapters in float32, as PEFT creates them). `--step` counts what a trainer's step, forward, losses
+bfloat16 (--float32: adapters in float32, as PEFT creates them). `--saved` counts the bytes of what autograd keeps of a
+layer, its input included and its weights not, and also for a plain mixture: a loop over experts, each an FFN with its
+LoRAs on its share of the tokens. `--step` counts what a trainer's step, forward, losses
 and backward, asks of a CPU for a tiny model of as many layers as an 8B one: launches, and reads of values, for which a
 GPU is waited.
 """
@@ -20,10 +23,12 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,6 +36,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer, pin_dispatch
 from moe_peft.adapter import dispatch_choice
+from moe_peft.routing import routers
 from tests.helpers.words import word_tokenizer
 
 from .adapter import FFN
@@ -87,6 +93,61 @@ def trace(mlp: torch.nn.Module, hidden: int, tokens: int, train: bool) -> Trace:
         if train:
             y.backward(torch.empty_like(y))
     return seen
+
+
+class PlainMixture(torch.nn.Module):
+    """A mixture of LoRAs as a loop over experts, each of which gets as many tokens as any other."""
+
+    def __init__(self, mlp: torch.nn.Module, n: int, k: int, r: int) -> None:
+        super().__init__()
+        self.mlp, self.n, self.k = mlp, n, k
+        linears = [getattr(mlp, name) for name in FFN]
+        make = partial(torch.empty, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        self.A = [[make(r, linear.in_features) for linear in linears] for _ in range(n)]
+        self.B = [[make(linear.out_features, r) for linear in linears] for _ in range(n)]
+        self.router = make(n, linears[0].in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_TD = x.flatten(0, 1)
+        gates_TK = F.linear(x_TD.float(), self.router.float()).topk(self.k).values.softmax(-1).to(x.dtype)
+        rows = torch.arange(len(x_TD) * self.k // self.n, device="meta")  # of the tokens that an expert gets
+        y_TD = torch.zeros_like(x_TD)
+        for A, B in zip(self.A, self.B, strict=True):
+            x_E, gate_E1 = x_TD[rows], gates_TK[rows, :1]
+            gate, up, down = (partial(self.product, *of) for of in zip(FFN, A, B, strict=True))
+            y_TD = y_TD.index_add(0, rows, gate_E1 * down(F.silu(gate(x_E)) * up(x_E)))
+        return y_TD.view_as(x)
+
+    def product(self, name: str, A: torch.Tensor, B: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self.mlp, name)(x) + F.linear(F.linear(x, A), B) * 2.0
+
+
+def saved(mlp: torch.nn.Module, hidden: int, tokens: int) -> float:
+    """Bytes a token that autograd keeps of a layer in training."""
+    own = {parameter.untyped_storage()._cdata for parameter in mlp.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # by storage; held, so that no other takes its place
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    x = torch.empty(1, tokens, hidden, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    # A router that sees others' hooks leaves its input's float32 copy to them.
+    no_hooks = mock.patch.object(routers, "_top_saved_tensors_hooks", lambda _: None)
+    with no_hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        mlp(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens
+
+
+def saved_table(hidden: int, intermediate: int) -> Iterator[str]:
+    yield f"| d = {hidden}, f = {intermediate} | bytes a token | of LoRA's |\n|---|---|---|"
+    make = partial(layer, hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16)
+    layers = {method.label: make(method) for method in (*METHODS, Method("output", k=4), Method("projection", k=4))}
+    layers["plain mixture 8/2/8"] = PlainMixture(make(METHODS[0]), 8, 2, 8)
+    sizes = {label: saved(mlp, hidden, 8192) for label, mlp in layers.items()}
+    for label, size in sizes.items():
+        yield f"| {label} | {size:,.0f} | {size / sizes[METHODS[1].label]:.2f} |"
 
 
 def cell(seen: Trace, bandwidth: float, rate: float) -> str:
@@ -155,13 +216,14 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=14336)
     parser.add_argument("--float32", action="store_true", help="adapters in float32")
     parser.add_argument("--methods", action="store_true", help="every method, for the crossovers in `DEVICES`")
+    parser.add_argument("--saved", action="store_true", help="bytes that a layer keeps for the backward pass")
     parser.add_argument("--step", action="store_true", help="a training step with the trainers, on the CPU")
     args = parser.parse_args()
     if args.step:
         print("\n".join(steps()))
         return
     with mock.patch.object(dispatch_choice, "device_kind", lambda device: args.device):
-        for line in tables(args):
+        for line in saved_table(args.hidden, args.intermediate) if args.saved else tables(args):
             print(line, flush=True)
 
 

@@ -217,6 +217,15 @@ def test_launches_counts_what_a_layer_of_the_base_and_lora_ask_for(capsys, monke
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(launches.TASKS)
 
 
+def test_a_layer_keeps_about_as_much_for_the_backward_pass_as_lora():
+    from benchmarks import launches
+
+    rows = [line.strip("| ").split(" | ") for line in launches.saved_table(512, 1536)][2:]
+    share = {label: float(of_lora) for label, _, of_lora in rows}
+    assert share["output 8/2/8"] <= 1.1 and share["projection 8/2/8"] <= 1.1 and share["plain mixture 8/2/8"] > 2
+    assert share["output 8/4/8"] < 0.8  # pairs are computed again
+
+
 @pytest.mark.slow
 def test_a_training_step_of_ours_waits_as_often_as_one_of_lora():
     from benchmarks import launches

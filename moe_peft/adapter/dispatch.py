@@ -1,5 +1,6 @@
 """
-How the experts of a batch are computed: the same five linear maps by several methods.
+How the experts of a batch are computed: what `experts.lora.by_loop` defines, without the loop. The same five linear
+maps by several methods.
 
 A *pair* is a (token, slot): token t with the j-th of its k experts. For one batch, a `Dispatch` knows the expert and
 the gate of each pair. It provides
@@ -13,6 +14,14 @@ the gate of each pair. It provides
 and the operations that experts call: `shrink_tokens`, `expand_collect` and `update`, which is both with the gates in
 between. Where all experts share a first matrix, [1, r, m], its products are plain ones. No method loops over experts
 or tokens or waits for the device, and all shapes are static.
+
+An update's factor `s·g` is multiplied where tensors are smallest, onto `A x`:
+
+    products of tokens with all experts   [T, n·r]  `weighted_columns`; 0 for experts that were not chosen
+    products of pairs                     [P, r]    `expand_collect`
+    one token (`LoraExperts._decoded`)    [k, r]
+
+Mixing "output" multiplies g onto each pair's hidden activation, too: `collect(…, gated=True)`, [P, f] → [T, f].
 
 `Dense` and `Gather` keep pairs in the order of (token, slot); `Blocks` and `Sorted` sort them by their expert. These
 may consist of several `parts` with some of the slots each, which are computed one after another: temporary memory is
@@ -63,6 +72,7 @@ class Dispatch:
     ) -> None:
         self.experts, self.gates, self.updated = experts_TK, gates_TK, updated_TK
         self.scaling, self.all_columns = scaling, all_columns
+        self.mixes_outputs = False  # whether the experts' complete outputs are mixed, not their updates
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
@@ -96,10 +106,13 @@ class Dispatch:
             self._scaled_gates = self.pair_gates() * self.scaling if whole else self.to_pairs(self.slot_factors())
         return self._scaled_gates
 
+    def updating(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """h [P, r], or 0 where a pair has no update."""
+        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
+
     def scaled(self, h_PR: torch.Tensor) -> torch.Tensor:
         """`s·h` [P, r], or 0 where a pair has no update."""
-        h_PR = h_PR * self.scaling
-        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
+        return self.updating(h_PR * self.scaling)
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Experts' matrices [n, r, m] as products in this dtype take them."""
@@ -267,7 +280,7 @@ class Gather(Dispatch):
     """Copies the matrices of each token's experts, which are a LoRA of rank k·r of its own: for few tokens."""
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return A if len(A) > 1 else super().cast(A, dtype)  # `_of_pairs` casts those of the chosen experts alone
+        return A if A.shape[0] > 1 else super().cast(A, dtype)  # `_of_pairs` casts those of the chosen experts alone
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if A and A[0].shape[0] == 1:
@@ -294,7 +307,8 @@ class Gather(Dispatch):
 
     def _of_pairs(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrices of each pair's expert, [P, r, m]."""
-        return super().cast(A.index_select(0, self.pair_experts()), dtype)
+        A_PRM = A.index_select(0, self.pair_experts())
+        return A_PRM if A_PRM.dtype == dtype else A_PRM.to(dtype)
 
     def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(y_PM.unsqueeze(1), self._of_pairs(A, y_PM.dtype).transpose(1, 2)).squeeze(1)
@@ -535,13 +549,13 @@ def _block_size(pairs: int, num_experts: int) -> int:
     A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert. 16 in a
     compiled graph for any number.
     """
-    size = 8 if known(pairs < 32 * num_experts) else 16
-    while size < 128 and known(16 * size * num_experts <= pairs):
+    size = 8 if statically_known(pairs < 32 * num_experts) else 16
+    while size < 128 and statically_known(16 * size * num_experts <= pairs):
         size *= 2
     return size
 
 
-def known(condition: bool) -> bool:
+def statically_known(condition: bool) -> bool:
     """A condition on sizes; False where torch.compile would have to make a graph for each answer."""
     return statically_known_true(condition) if torch.compiler.is_compiling() else condition
 

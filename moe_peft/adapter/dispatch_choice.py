@@ -16,6 +16,7 @@ Legend: T tokens, n experts, k slots, r rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, known
+from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, statically_known
 
 Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
 # A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
@@ -48,6 +49,7 @@ class Crossovers:
         pair_columns: the same for products of pairs, of mixing "output".
         pairs: with at most this many pairs T·k (decoding), sorting costs more than it saves.
         narrow_pairs: with at most this many, copies of their experts' matrices beat even narrow products with all.
+        copied_share: but in mixing "projection", where these are fewer operations, only with at most n times this.
         grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
             multiplies one expert after the other, and no CUDA graph can be captured.
     """
@@ -56,6 +58,7 @@ class Crossovers:
     pair_columns: int
     pairs: int
     narrow_pairs: int
+    copied_share: float = 1 / 8
     grouped: tuple[torch.dtype, ...] = ()
 
 
@@ -65,7 +68,7 @@ class Crossovers:
 # (`python -m benchmarks.launches --methods`).
 _GPU = Crossovers(columns=512, pair_columns=256, pairs=32, narrow_pairs=32)
 DEVICES = {
-    "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=4),
+    "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=8, copied_share=1),
     "gpu": _GPU,
     "cuda 9": replace(_GPU, pair_columns=512, grouped=(torch.bfloat16,)),  # H100, H200
     "cuda 10": replace(_GPU, grouped=(torch.bfloat16,)),  # B200
@@ -143,9 +146,10 @@ def choose_method(
     would compile it anew for each.
 
     Args:
-        unit: a common divisor of the rank and all widths.
+        unit: a common divisor of all widths.
     """
     if _pinned != "auto":
+        unit = math.gcd(r, unit)
         if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
             raise ValueError(
                 f"pin_dispatch({_pinned!r}): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
@@ -155,13 +159,13 @@ def choose_method(
     columns = num_experts * r
     narrow = columns <= best.columns
     if narrow and not mixes_outputs:
-        few = min(best.narrow_pairs, num_experts // 8)  # with more, reading all experts is not much more
-        return "gather" if known(tokens * k <= few) else "dense"
-    if known(tokens * k <= (best.narrow_pairs if narrow else best.pairs)):
+        few = min(best.narrow_pairs, int(num_experts * best.copied_share))
+        return "gather" if statically_known(tokens * k <= few) else "dense"
+    if statically_known(tokens * k <= (best.narrow_pairs if narrow else best.pairs)):
         return "gather"
-    if columns <= best.pair_columns or known(tokens * k <= best.pairs):
+    if columns <= best.pair_columns or statically_known(tokens * k <= best.pairs):
         return "dense"
-    if dtype in best.grouped and _has_grouped_mm(unit, dtype):
+    if dtype in best.grouped and _has_grouped_mm(math.gcd(r, unit), dtype):
         return "dense-sorted" if narrow else "sorted"
     return "dense-blocks" if narrow else "blocks"
 
@@ -198,6 +202,8 @@ def make_dispatch(
         experts_TK = experts_TK.clamp(0, num_experts - 1)
     tokens, k = experts_TK.shape
     method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
-    if known(tokens == 0):  # what batched and grouped products do without rows depends on the device
+    if statically_known(tokens == 0):  # what batched and grouped products do without rows depends on the device
         method = "dense"
-    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling, updated_TK=updated_TK)
+    dispatch = _METHODS[method](experts_TK, gates_TK, num_experts, scaling, updated_TK=updated_TK)
+    dispatch.mixes_outputs = mixes_outputs
+    return dispatch

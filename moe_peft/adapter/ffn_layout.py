@@ -94,7 +94,10 @@ class FFNLayout:
         if self.act.startswith("F."):
             return getattr(F, self.act[2:])
         act = getattr(ffn, self.act)
-        return (lambda x: act(x.clone())) if getattr(act, "inplace", False) else act
+        in_place = getattr(act, "__dict__", {}).get(
+            "inplace", False
+        )  # a module's `getattr` is slow where it finds none
+        return (lambda x: act(x.clone())) if in_place else act
 
     def hidden(self, ffn: nn.Module, pre: Sequence[torch.Tensor]) -> torch.Tensor:
         """The hidden activation [..., f] from the outputs of `inputs`."""

@@ -1,15 +1,30 @@
 """
 The tuner layers: around an FFN block (`MoELoraFFN`) and around a single linear (`MoELoraLinear`).
 
-They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`.
+They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`
+(`experts.lora.by_loop` is its definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
 
-Legend: T tokens, n experts, k active experts, r rank, d hidden size.
+    x [T, d] ─┬─ base: gate(x), up(x) [T, f]          MoELoraFFN.input_projections
+              └─ router: logits [T, n]                MoELoraLayer.route
+                   └─ gates g, experts i [T, k] ────── Dispatch, which also is what follows
+                                                                                                in
+    mixing "projection"                               mixing "output"                           LoraExperts
+    ───────────────────                               ───────────────
+    gate, up += s Σ_i g_i B_i A_i x      [T, f]       h_i = s A_i x                    [P, r]   _updated; _mixed
+    z = act(gate) · up                   [T, f]       a_i = act(gate + B_i h_i) · (up + B_i h_i)
+                                                      z = Σ_i g_i a_i                  [T, f]   mixed_hidden
+    y = base: down(z)                    [T, d]       y = base: down(z)                [T, d]
+    y += s Σ_i g_i B_i A_i z             [T, d]       y += s Σ_i g_i B_i A_i a_i       [T, d]   _updated; _after_down
+
+For one token without gradients, `LoraExperts._decoded` computes all that follows the router.
+
+Legend: T tokens, n experts, k active experts, P = T·k pairs of token and expert, r rank, d hidden size, f the FFN's
+intermediate size, s the updates' scaling.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -124,11 +139,13 @@ class MoELoraLayer(BaseTunerLayer):
     def running_adapters(self, x: torch.Tensor) -> list[str]:
         """The active adapters that this layer has, if it is not disabled."""
         running = [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
-        if not x.is_meta and any(next(iter(self.expert_parameters(a)[0].values())).is_meta for a in running):
-            raise InputError(  # products of tensors without values give arbitrary numbers
-                f"MoE-LoRA: adapter {running[0]!r}: its experts are offloaded, and nothing brings them back; load the "
-                "adapter with a device_map of GPUs only"
-            )
+        for adapter in running:
+            A = cast(nn.ParameterDict, self.moe_lora_A[adapter])
+            if A[next(iter(A))].is_meta and not x.is_meta:  # products without values give arbitrary numbers
+                raise InputError(
+                    f"MoE-LoRA: adapter {adapter!r}: its experts are offloaded, and nothing brings them back; load the "
+                    "adapter with a device_map of GPUs only"
+                )
         return running
 
     def route(
@@ -137,6 +154,10 @@ class MoELoraLayer(BaseTunerLayer):
         """
         Route hidden states. Returns the batch's dispatch, which knows each (token, expert) pair and its gate, or None
         if the adapter has a single expert, which every token gets.
+
+        Args:
+            mixes_outputs: whether the experts' complete outputs are mixed. Where somebody gives the factors of their
+                updates, these add up as those of LoRAs do.
         """
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1:
@@ -149,20 +170,13 @@ class MoELoraLayer(BaseTunerLayer):
             record_choice(experts_TK, gates_TK)
         else:
             gates_TK, experts_TK = steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
-            has_base = has_base or steering.has_base
+            has_base, mixes_outputs = has_base or steering.has_base, mixes_outputs and steering.weights is None
             # Where no expert serves a token, its slot counts for none.
             record_choice(experts_TK.clamp(min=0), gates_TK * (experts_TK >= 0) if steering.has_base else gates_TK)
-        unit = math.gcd(spec.rank, self._unit)
         return make_dispatch(
-            experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, unit, spec.scaling, mixes_outputs,
+            experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs,
             has_base,
         )  # fmt: skip
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether somebody gives the factors of the experts' updates, which then add up as those of LoRAs do."""
-        steering = steering_of(self)
-        return steering is not None and steering.weights is not None
 
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""
@@ -210,7 +224,7 @@ def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     `y_TM` in another's shape, for a layer's output. To autograd it is not a view: FSDP2 has hooks on what a module
     returns, and torch drops those of a view that is changed in place.
     """
-    return _unsafe_view(y_TM, like.shape)
+    return _unsafe_view(y_TM, like.shape) if torch.is_grad_enabled() else y_TM.view(like.shape)
 
 
 class MoELoraLinear(nn.Module, MoELoraLayer):
@@ -261,17 +275,17 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         adapters = self.running_adapters(x)
         if not adapters:
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)
-        x_TD, y_TD = x.reshape(-1, x.shape[-1]), None
+        x_TD, y_TD, specs = x.reshape(-1, x.shape[-1]), None, self.moe_lora_spec
         # Experts inside the FFN first, then those behind it.
-        for _, group in groupby(sorted(adapters, key=self._is_behind), key=self._is_behind):
-            adapters = [*group]
-            y_TD = self.moe_lora_spec[adapters[0]].ffn_output(self, adapters, x_TD, y_TD)
+        inside = [adapter for adapter in adapters if not specs[adapter].needs_ffn]
+        behind = [adapter for adapter in adapters if specs[adapter].needs_ffn]
+        if inside:
+            y_TD = specs[inside[0]].ffn_output(self, inside, x_TD)
+        if behind:
+            y_TD = specs[behind[0]].ffn_output(self, behind, x_TD, y_TD)
         assert y_TD is not None
         y = in_shape(y_TD, x)
         return y if residual is None else residual + y
-
-    def _is_behind(self, adapter: str) -> bool:
-        return self.moe_lora_spec[adapter].needs_ffn
 
     @property
     def weight(self) -> torch.Tensor:
@@ -283,7 +297,8 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
     def input_projections(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
         """The outputs [T, f'] of the base's projections that read the block's input."""
-        return [self.projection(name)(x_TD) for name in self.layout.inputs]
+        block = self.base_layer
+        return [getattr(block, name)(x_TD) for name in self.layout.inputs]
 
     def base_output(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output [T, d] without adapters."""

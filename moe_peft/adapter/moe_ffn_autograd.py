@@ -77,7 +77,7 @@ def mixed_hidden(
             z_TF, low_PR = _MixedHidden.apply(part, layout, act, keep, dropout, *tensors)
         else:
             a_PF = _activate(layout, act, of_part.activations(part))
-            low_PR = None if A_down is None else part.shrink(F.dropout(a_PF, dropout), A_down)
+            low_PR = None if A_down is None else part.shrink(F.dropout(a_PF, dropout) if dropout else a_PF, A_down)
             z_TF = part.collect(a_PF, gated=True)
         totals = [totals[0].add_(z_TF) if totals else z_TF]
         low.append(low_PR)

@@ -21,7 +21,7 @@ from torch import nn
 from ..utils.compat import private
 from ..utils.messages import InputError
 from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, setting
-from ..utils.torch_contexts import double, evaluating, without_autocast
+from ..utils.torch_contexts import double, evaluating, is_autocast, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
@@ -151,6 +151,8 @@ class Router(nn.Module):
         noise = self.settings.jitter_noise
         if self.training and noise:
             stored_TD = x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
+        if not (torch.is_grad_enabled() or is_autocast(x_TD)):  # decoding: the contexts would take as long as a product
+            return self.logits(x_TD)
         with without_autocast(x_TD), _saved_as(stored_TD, x_TD):
             return self.logits(x_TD)
 

@@ -119,7 +119,7 @@ class Host(nn.Module):
         self.name, self.spec, self.moe_lora_spec, self.axes = name, spec, {_ADAPTER: spec}, axes
         full, own = ({p: (size(a), size(b)) for p, (a, b) in axes.items()} for size in (full_size, own_size))
         self._shapes = spec.shapes(full), spec.shared_shapes(full)
-        self._unit = math.gcd(spec.rank, *(size for sizes in own.values() for size in sizes))
+        self._unit = math.gcd(*(size for sizes in own.values() for size in sizes))
         self.moe_lora_A, self.moe_lora_B = empty_parameters(spec.shapes(own))
         self.moe_lora_shared_A, self.moe_lora_shared_B = empty_parameters(spec.shared_shapes(own))
         self.moe_lora_router: Router | None = None
@@ -151,10 +151,6 @@ class Host(nn.Module):
 
     def dropout_rate(self, adapter: str) -> float:
         return 0.0
-
-    @property
-    def is_weighted(self) -> bool:
-        return False
 
     def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM

@@ -33,9 +33,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
     """Disable autocast on the tensor's device inside the block, so that products keep the dtypes of their inputs."""
+    return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else nullcontext()
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on for the tensor's device."""
     device = tensor.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)  # torch raises for the meta device
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch raises for the meta device
 
 
 def free_memory() -> None:

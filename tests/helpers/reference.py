@@ -1,8 +1,9 @@
 """
 The adapter's mathematics as plain loops over tokens and experts, in float64: the reference for the library's layers.
 
-It calls none of the library's compute code and reads only a layer's values: parameters, the layout's names of the FFN's
-parts, the activation module, and the settings of an adapter (`moe_lora_spec`).
+It takes the layer's definition, `by_loop`, from the library, and none of the code that computes it without the loop. It
+reads only a layer's values: parameters, the layout's names of the FFN's parts, the activation module, and the settings
+of an adapter (`moe_lora_spec`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from moe_peft.adapter.experts.lora import by_loop
 from moe_peft.routing import RouterSettings
 from tests.helpers.close import assert_near
 
@@ -157,13 +159,10 @@ class _Loop:
                 sum(gate * loop._bottleneck(i, h, t) for i, gate in loop.gates[t].items()) - h
                 for loop in (self, *beside)
             )
-        if not self.mixes_outputs:
-            return self._block(lambda name, v: self._mixed(name, v, gates, t), x)
-        outputs = [
-            gate * self._block(lambda name, v, i=i, j=j: self._by_expert(name, v, i, t, j), x)
-            for j, (i, gate) in enumerate(gates.items())
-        ]
-        return sum(outputs)
+        return by_loop(
+            x, gates, self._block, lambda name, v: self._base(name) @ v + self._of_others(name, v, t),
+            lambda name, v, i: self._update(name, v, i, t), self.mixes_outputs,
+        )  # fmt: skip
 
     def _base_alone(self) -> _Loop:
         return _Loop(self.layer, self.leaves, None, self.tokens)
@@ -220,37 +219,24 @@ class _Loop:
             hidden = act(project(layout.up, x))
         return project(layout.down, hidden)
 
-    def _by_expert(self, name: str, v: torch.Tensor, expert: int, t: int, slot: int) -> torch.Tensor:
-        """Expert i's product: with the merged weight, or with dropout where a mask is given."""
-        if name not in self.masks:
-            return self.merged(name, expert) @ v + self._of_others(name, v, t)
-        A, B = self._experts(name)
-        if expert == len(B):
-            return self.merged(name, expert) @ v + self._of_others(name, v, t)
-        mask = self.masks[name][t]
-        mask = mask[slot] if mask.dim() == 2 else mask
-        return (
-            self._base(name) @ v
-            + self._of_others(name, v, t)
-            + self._scaling() * (B[expert].T @ (A[expert] @ (mask * v)))
-        )
-
-    def _mixed(self, name: str, v: torch.Tensor, gates: dict[int, torch.Tensor], t: int) -> torch.Tensor:
-        """`W v + s Σ_i g_i B_iᵀ A_i v`."""
-        y = self._base(name) @ v + self._of_others(name, v, t)
+    def _update(self, name: str, v: torch.Tensor, expert: int, t: int) -> torch.Tensor | float:
+        """`s B_iᵀ A_i v` of token t's expert i, with dropout where a mask is given; 0 of the base, the last expert."""
         experts = self._experts(name)
-        if experts is None:
-            return y
+        if experts is None or expert == len(experts[1]):
+            return 0.0
         A, B = experts
-        dropped = self.masks[name][t] * v if name in self.masks else v
-        for expert, gate in [(i, gate) for i, gate in gates.items() if i < len(B)]:
-            y = y + self._scaling() * gate * (B[expert].T @ (A[expert] @ dropped))
-        return y
+        if name in self.masks:
+            mask = self.masks[name][t]
+            v = v * (mask[list(self.gates[t]).index(expert)] if mask.dim() == 2 else mask)
+        return self._scaling() * (B[expert].T @ (A[expert] @ v))
 
     def _of_others(self, name: str, v: torch.Tensor, t: int) -> torch.Tensor | float:
         """The updates of the other active adapters; none of those behind the FFN."""
-        base = self._base_alone()._base(name)
-        return sum(other._mixed(name, v, other.gates[t], t) - base @ v for other in self.others)
+        return sum(
+            sum(gate * other._update(name, v, i, t) for i, gate in other.gates[t].items())
+            + (other._base(name) - self._base_alone()._base(name)) @ v  # experts that serve every token
+            for other in self.others
+        )
 
     def _gates(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
         """Expert to gate for one token, the most probable expert first."""

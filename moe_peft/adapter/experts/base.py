@@ -21,13 +21,14 @@ from ..ffn_layout import FFNLayout
 
 # The shapes of the two tensors that hold the experts of one projection.
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+Matrices = tuple[nn.ParameterDict, nn.ParameterDict]  # A and B by projection
 
 
 class LinearHost(Protocol):
     """What experts read of the layer around them: of a tuner layer, or of a serving engine's."""
 
-    def expert_parameters(self, adapter_name: str, /) -> tuple[nn.ParameterDict, nn.ParameterDict]: ...
-    def shared_parameters(self, adapter_name: str, /) -> tuple[nn.ParameterDict, nn.ParameterDict]: ...
+    def expert_parameters(self, adapter_name: str, /) -> Matrices: ...
+    def shared_parameters(self, adapter_name: str, /) -> Matrices: ...
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int, /) -> list[torch.Tensor]: ...
     def route(
         self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False, /
@@ -42,8 +43,6 @@ class FFNHost(LinearHost, Protocol):
 
     @property
     def base_layer(self) -> Any: ...  # the block
-    @property
-    def is_weighted(self) -> bool: ...  # whether updates have given factors, and add up on each projection
     def dropout_rate(self, adapter_name: str, /) -> float: ...
     @property
     def moe_lora_spec(self) -> Mapping[str, Any]: ...  # adapter → its experts
@@ -52,7 +51,7 @@ class FFNHost(LinearHost, Protocol):
     def base_output(self, x_TD: torch.Tensor, /) -> torch.Tensor: ...
 
 
-def empty_parameters(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+def empty_parameters(shapes: dict[str, Shapes]) -> Matrices:
     """A and B of the given shapes, by name."""
     A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
     return nn.ParameterDict(A), nn.ParameterDict(B)

@@ -7,19 +7,22 @@ output size of one input projection: 2f where gate and up are fused).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ...utils.expert_merging import update_gram
 from ...utils.messages import InputError
-from ...utils.torch_contexts import without_autocast
-from ..dispatch import Dispatch, plus_product
+from ...utils.torch_contexts import is_autocast, without_autocast
+from ..dispatch import Dispatch, Gather, statically_known
 from ..ffn_layout import FFNLayout
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
-from .base import Experts, FFNHost, LinearHost, Shapes
+from .base import Experts, FFNHost, LinearHost, Matrices, Shapes
+
+Product = Callable[[str, torch.Tensor], torch.Tensor]  # what a linear of that name makes of a vector
 
 
 class LoraExperts(Experts):
@@ -48,43 +51,49 @@ class LoraExperts(Experts):
     def ffn_output(
         cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        layout, done, z_TF = ffn.layout, [], None
+        layout, specs, done, z_TF = ffn.layout, ffn.moe_lora_spec, [], None
 
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
         #    once; experts only add low-rank updates to their outputs.
-        pre = ffn.input_projections(x_TD)
-        in_place = all(may_overwrite(ffn.projection(name)) for name in layout.inputs)
+        pre = dict(zip(layout.inputs, ffn.input_projections(x_TD), strict=True))
 
         # 2. Each adapter routes the tokens and adds its updates. As those of LoRAs, updates of several adapters add up:
         #    an adapter that mixes complete outputs comes last, so that all its experts have what others add.
-        added = ffn.is_weighted
-        mixes = {adapter: not added and ffn.moe_lora_spec[adapter]._mixes_outputs(layout) for adapter in adapters}
-        if sum(mixes.values()) > 1:
-            names = " and ".join(repr(adapter) for adapter in adapters if mixes[adapter])
-            raise InputError(
-                f"MoE-LoRA: adapters {names} mix complete outputs of their experts, and those of two cannot be added "
-                "as updates; activate one of them, or make all but one with mixing='projection'"
-            )
-        for adapter in sorted(adapters, key=mixes.__getitem__):
-            spec: LoraExperts = ffn.moe_lora_spec[adapter]
-            pre = spec._with_shared(ffn, adapter, x_TD, dict(zip(layout.inputs, pre, strict=True)))
-            dispatch, low = ffn.route(adapter, x_TD, pre[0].dtype, mixes[adapter]), None
-            if dispatch is not None and mixes[adapter]:
+        if len(adapters) > 1:
+            adapters = sorted(adapters, key=lambda adapter: specs[adapter].mixes_outputs(layout))
+        for adapter in adapters:
+            spec: LoraExperts = specs[adapter]
+            pre, low = spec._with_shared(ffn, adapter, x_TD, pre), None
+            dispatch = ffn.route(adapter, x_TD, pre[layout.up].dtype, spec.mixes_outputs(layout))
+            if isinstance(dispatch, Gather) and len(adapters) == 1 and spec._is_decoding(ffn, adapter, dispatch):
+                return layout.drop(ffn.base_layer, spec._decoded(ffn, adapter, dispatch, x_TD, pre))
+            if dispatch is None or not dispatch.mixes_outputs:  # `Wx + s Σ g_i B_i A_i x` on each projection
+                in_place = all(may_overwrite(ffn.projection(name)) for name in pre)
+                pre = spec._updated(ffn, adapter, dispatch, x_TD, pre, in_place)
+            elif z_TF is None:
                 z_TF, low = spec._mixed(ffn, adapter, dispatch, x_TD, pre)
-            else:  # mixing "projection": `Wx + s Σ g_i B_i A_i x` on each projection
-                inputs = dict(zip(layout.inputs, pre, strict=True))
-                pre = spec._updated(ffn, adapter, dispatch, x_TD, inputs, in_place)
+            else:
+                raise InputError(
+                    f"MoE-LoRA: adapters {done[-1][0]!r} and {adapter!r} mix complete outputs of their experts, and "
+                    "those of two cannot be added as updates; activate one of them, or make all but one with "
+                    "mixing='projection'"
+                )
             done.append((adapter, dispatch, low))
 
         # 3. The activation, once per token unless outputs are mixed, and the base's down projection. It is linear, so
         #    it is applied to the gated sum of the experts' activations and also runs once.
         if z_TF is None:
-            z_TF = layout.hidden(ffn.base_layer, pre)
-        y_TD = ffn.projection(layout.down)(z_TF)
+            z_TF = layout.hidden(ffn.base_layer, [*pre.values()])
+        down = ffn.projection(layout.down)
+        y_TD, in_place = down(z_TF), may_overwrite(down)
 
         # 4. Each adapter's experts on the down projection.
         for adapter, dispatch, low in done:
-            y_TD = ffn.moe_lora_spec[adapter]._after_down(ffn, adapter, dispatch, low, z_TF, y_TD, mixes[adapter])
+            of_down = specs[adapter]._with_shared(ffn, adapter, z_TF, {layout.down: y_TD})
+            if dispatch is None or not dispatch.mixes_outputs:
+                (y_TD,) = specs[adapter]._updated(ffn, adapter, dispatch, z_TF, of_down, in_place).values()
+            else:
+                y_TD = specs[adapter]._after_down(ffn, adapter, dispatch, low, of_down[layout.down], in_place)
 
         # 5. The block's own dropout, if it has one.
         return layout.drop(ffn.base_layer, y_TD)
@@ -93,79 +102,96 @@ class LoraExperts(Experts):
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         dispatch = layer.route(adapter, x_TM, y_TM.dtype)
-        (y_TM,) = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
-        return self._updated(layer, adapter, dispatch, x_TM, {"weight": y_TM}, in_place)[0]
+        base = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
+        return self._updated(layer, adapter, dispatch, x_TM, base, in_place)["weight"]
 
-    def _mixes_outputs(self, layout: FFNLayout) -> bool:
+    def mixes_outputs(self, layout: FFNLayout) -> bool:
         """
         Whether each pair has an activation of its own. With experts on the down projection alone, all are the base's,
         and both mixings the same.
         """
+        if self.mixing != "output" or self.num_experts == 1:
+            return False
         chosen = self.target_projections
-        on_inputs = chosen is None or not chosen.isdisjoint(layout.inputs)
-        return self.num_experts > 1 and self.mixing == "output" and (on_inputs or self.sum_of_gates_counts)
+        return chosen is None or not chosen.isdisjoint(layout.inputs) or self.sum_of_gates_counts
 
-    def _mixed(
-        self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_TD: torch.Tensor, pre: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """
-        Mixing "output": there is a non-linearity between the projections, so every pair has its own activation a_i.
-        Returns `z = Σ g_i a_i` [T, f] and `A_down a` of each part's pairs [P, r], or None.
-        """
-        layout, dtype = ffn.layout, pre[0].dtype
-        A_all, B_all = ffn.expert_parameters(adapter)
-        names = [name for name in layout.inputs if name in A_all]
+    def _is_decoding(self, ffn: FFNHost, adapter: str, dispatch: Gather) -> bool:
+        """Whether `_decoded` serves: one token, without gradients, dropout or autocast."""
+        if torch.is_grad_enabled() or self.stacked != "AB" or not statically_known(dispatch.tokens == 1):
+            return False
+        return not (ffn.dropout_rate(adapter) or is_autocast(dispatch.gates))
 
-        # First come the low-rank inputs `s A_i x` [P, r], on all projections that have experts …
-        x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
-        with without_autocast(x_TD):
-            low = dispatch.shrink_tokens(x, [dispatch.cast(A_all[name], dtype) for name in names])
-
-            # … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum, and
-            # `A_down a_i`, which the down projection's experts need for each pair.
-            B = {name: dispatch.cast(B_all[name], dtype) for name in names}
-            A_down = dispatch.cast(A_all[layout.down], dtype) if layout.down in A_all else None
-            inputs = []
-            for part, *low_of_part in zip(dispatch.parts, *low, strict=True):
-                h = {name: part.scaled(h_PR) for name, h_PR in zip(names, low_of_part, strict=True)}
-                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
-            dropout = ffn.dropout_rate(adapter)
-            return mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
-
-    def _after_down(
-        self,
-        ffn: FFNHost,
-        adapter: str,
-        dispatch: Dispatch | None,
-        low: list[torch.Tensor] | None,
-        z_TF: torch.Tensor,
-        y_TD: torch.Tensor,
-        mixes_outputs: bool,
+    def _decoded(
+        self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_1D: torch.Tensor, pre: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Step 4: add an adapter's change to the down projection's output."""
-        name = ffn.layout.down
-        down = ffn.projection(name)
-        # The LoRA that serves every token is linear as the base's down projection is, so it runs once on the mix, too.
-        (y_TD,) = self._with_shared(ffn, adapter, z_TF, {name: y_TD})
-        if dispatch is None or not mixes_outputs:
-            return self._updated(ffn, adapter, dispatch, z_TF, {name: y_TD}, may_overwrite(down))[0]
-        if low is not None:
-            B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][name], y_TD.dtype)
-            with without_autocast(y_TD):
-                y_TD = dispatch.expand_collect(low, B_NRD, y_TD, may_overwrite(down))
-        bias = getattr(down, "bias", None)
-        if bias is not None and self.sum_of_gates_counts:
-            # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
-            y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
-        return y_TD
+        """
+        Steps 2 to 4 for one token, without gradients, as straight-line code: Python takes most of the time here. The
+        token's k experts are copied into one LoRA of rank k·r, or k of them on activations of their own.
+        """
+        layout, mixes, s, dtype = ffn.layout, dispatch.mixes_outputs, self.scaling, pre[ffn.layout.up].dtype
+        experts_K, gates_K1 = dispatch.pair_experts(), dispatch.pair_gates()
+        A, B = ffn.expert_parameters(adapter)
+
+        def own(M_NRM: torch.Tensor) -> torch.Tensor:
+            """The matrices of the token's experts, [k, r, m]."""
+            M_KRM = M_NRM.index_select(0, experts_K)
+            return M_KRM if M_KRM.dtype == dtype else M_KRM.to(dtype)
+
+        def low(x_1M: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
+            """`A_i x`, [k, r]."""
+            return F.linear(x_1M, own(A_NRM).flatten(0, 1)).view(-1, self.r)
+
+        def sum_onto(y_1M: torch.Tensor, h_KR: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
+            """`y + s Σ_i g_i B_i h_i`, [1, m]."""
+            h_KR = dispatch.updating(h_KR) * gates_K1
+            return torch.addmm(y_1M, h_KR.view(1, -1), own(B_NRM).flatten(0, 1), alpha=s)
+
+        def each_onto(y_1M: torch.Tensor, h_KR: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
+            """`y + s B_i h_i`, [k, m]."""
+            h_K1R = dispatch.updating(h_KR).unsqueeze(1)
+            return torch.baddbmm(y_1M, h_K1R, own(B_NRM), alpha=s).squeeze(1)
+
+        x_1D, onto, hidden = x_1D.to(dtype), each_onto if mixes else sum_onto, []
+        for name, y_1F in pre.items():
+            if name in A:
+                hidden.append(onto(y_1F, low(x_1D, getattr(A, name)), getattr(B, name)))  # faster than `A[name]`
+            else:
+                hidden.append(y_1F.expand(len(experts_K), -1) if mixes else y_1F)
+        a = layout.hidden(ffn.base_layer, hidden)  # [k, f]; [1, f] with mixing "projection"
+        z_1F = dispatch.gates @ a if mixes else a
+        y_1D = ffn.projection(layout.down)(z_1F)
+        if self.num_shared_experts:
+            y_1D = self._with_shared(ffn, adapter, z_1F, {layout.down: y_1D})[layout.down]
+        if layout.down in A:
+            A_NRF, B_NRD = getattr(A, layout.down), getattr(B, layout.down)
+            h_KR = torch.bmm(a.unsqueeze(1), own(A_NRF).mT).squeeze(1) if mixes else low(a, A_NRF)
+            y_1D = sum_onto(y_1D, h_KR, B_NRD)
+        return self._with_bias(ffn, dispatch, y_1D) if mixes else y_1D
+
+    # Everything below is computed in the dtype of the base's outputs, also under autocast. There it is autocast's
+    # dtype, except for quantized linears, which return the dtype they are given.
 
     def _with_shared(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
+    ) -> dict[str, torch.Tensor]:
         """The base's outputs by projection, with the LoRA of the experts that serve every token."""
         if not self.num_shared_experts:
-            return [*base.values()]
-        return self._updated(layer, adapter, None, x_TM, base, shared=True)
+            return base
+        return self._with_lora(layer, adapter, layer.shared_parameters(adapter), x_TM, base)
+
+    def _with_lora(
+        self, layer: LinearHost, adapter: str, matrices: Matrices, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The base's outputs by projection, with `s B A x` of one LoRA, whose matrices are [1, r, …]."""
+        A, B = matrices
+        names = [name for name in base if name in A]
+        updated = dict(base)
+        for name, x in zip(names, layer.dropped(adapter, x_TM, len(names)), strict=True):
+            y_TM = base[name]
+            A_RM, B_RM = A[name][0].to(y_TM.dtype), B[name][0].to(y_TM.dtype)
+            with without_autocast(x):
+                updated[name] = torch.addmm(y_TM, (x.to(y_TM.dtype) @ A_RM.T) * self.scaling, B_RM)
+        return updated
 
     def _updated(
         self,
@@ -174,34 +200,75 @@ class LoraExperts(Experts):
         dispatch: Dispatch | None,
         x_TM: torch.Tensor,
         base: dict[str, torch.Tensor],
-        in_place: bool = False,
-        shared: bool = False,
-    ) -> list[torch.Tensor]:
+        in_place: bool,
+    ) -> dict[str, torch.Tensor]:
         """
-        The base's outputs by projection, with `s Σ_i g_i B_i A_i x` added where a projection has experts.
-
-        Everything is computed in the dtype of the base's output, also under autocast. There it is autocast's dtype,
-        except for quantized linears, which return the dtype they are given. With `in_place` that output may be
-        overwritten.
+        The base's outputs by projection, with `s Σ_i g_i B_i A_i x` where a projection has experts; mixing
+        "projection". With `in_place` they may be overwritten.
         """
-        A_all, B_all = layer.shared_parameters(adapter) if shared else layer.expert_parameters(adapter)
-        names = [name for name in base if name in A_all]
+        matrices = A, _ = layer.expert_parameters(adapter)
+        if dispatch is None:
+            return self._with_lora(layer, adapter, matrices, x_TM, base)
+        names = [name for name in base if name in A]
         if not names:
-            return list(base.values())
+            return base
         outputs = [base[name] for name in names]
         dtype = outputs[0].dtype
         x = layer.dropped(adapter, x_TM.to(dtype), len(names))
-        cast = torch.Tensor.to if dispatch is None else dispatch.cast
-        A, B = ([cast(M_all[name], dtype) for name in names] for M_all in (A_all, B_all))
+        A_of, B_of = ([dispatch.cast(M[name], dtype) for name in names] for M in matrices)
         with without_autocast(x_TM):
-            if dispatch is None:
-                outputs = [
-                    plus_product(y_TM, (x_TM @ A_1RM[0].T) * self.scaling, B_1RM[0], in_place)
-                    for y_TM, x_TM, A_1RM, B_1RM in zip(outputs, x, A, B, strict=True)
-                ]
-            else:
-                outputs = dispatch.update(x, A, B, outputs, in_place)
-        return list({**base, **dict(zip(names, outputs, strict=True))}.values())
+            outputs = dispatch.update(x, A_of, B_of, outputs, in_place)
+        return {**base, **dict(zip(names, outputs, strict=True))}
+
+    def _mixed(
+        self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_TD: torch.Tensor, base: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """
+        Mixing "output": there is a non-linearity between the projections, so every pair has its own activation a_i.
+        Returns `z = Σ g_i a_i` [T, f] and `A_down a` of each part's pairs [P, r], or None.
+        """
+        layout, pre = ffn.layout, [*base.values()]
+        A, B = ffn.expert_parameters(adapter)
+        names, dtype = [name for name in base if name in A], pre[0].dtype
+
+        # First come the low-rank inputs `s A_i x` [P, r], on all projections that have experts …
+        x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
+        with without_autocast(x_TD):
+            low = dispatch.shrink_tokens(x, [dispatch.cast(A[name], dtype) for name in names])
+
+            # … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum, and
+            # `A_down a_i`, which the down projection's experts need for each pair.
+            B_of = [dispatch.cast(B[name], dtype) if name in A else None for name in base]
+            A_down = dispatch.cast(A[layout.down], dtype) if layout.down in A else None
+            inputs = []
+            for i, part in enumerate(dispatch.parts):
+                h = {name: part.scaled(h_by_part[i]) for name, h_by_part in zip(names, low, strict=True)}
+                inputs.append(PairInputs(pre, [h.get(name) for name in base], B_of))
+            return mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, ffn.dropout_rate(adapter))
+
+    def _after_down(
+        self,
+        ffn: FFNHost,
+        adapter: str,
+        dispatch: Dispatch,
+        low: list[torch.Tensor] | None,
+        y_TD: torch.Tensor,
+        in_place: bool,
+    ) -> torch.Tensor:
+        """Mixing "output": the down projection's output for the mix, with `s Σ_i g_i B_i A_i a_i`."""
+        down = ffn.layout.down
+        if low is not None:
+            B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][down], y_TD.dtype)
+            with without_autocast(y_TD):
+                y_TD = dispatch.expand_collect(low, B_NRD, y_TD, in_place)
+        return self._with_bias(ffn, dispatch, y_TD)
+
+    def _with_bias(self, ffn: FFNHost, dispatch: Dispatch, y_TD: torch.Tensor) -> torch.Tensor:
+        """The bias of down belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once."""
+        bias = getattr(ffn.projection(ffn.layout.down), "bias", None) if self.sum_of_gates_counts else None
+        if bias is None:
+            return y_TD
+        return y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
 
     # --- an expert by itself, and compared with others ---
 
@@ -221,5 +288,39 @@ def may_overwrite(projection: nn.Module) -> bool:
     Whether nothing else uses a base projection's output. The projection must be a plain linear without forward hooks or
     a replaced forward, and gradients must be off: in training, backward hooks and checkpoints may hold the output.
     """
-    replaced = projection._forward_hooks or "forward" in vars(projection)
-    return type(projection) is nn.Linear and not replaced and not torch.is_grad_enabled()
+    if torch.is_grad_enabled() or type(projection) is not nn.Linear:
+        return False
+    return not projection._forward_hooks and "forward" not in vars(projection)
+
+
+def by_loop(
+    x_D: torch.Tensor,
+    gates: Mapping[int, torch.Tensor],
+    ffn: Callable[[Product, torch.Tensor], torch.Tensor],
+    base: Product,
+    update: Callable[[str, torch.Tensor, int], torch.Tensor],
+    mixes_outputs: bool,
+) -> torch.Tensor:
+    """
+    The definition of the layer: one token's output, by a plain loop over its experts. `LoraExperts` computes the same
+    for all tokens without the loop; tests compare both.
+
+    Args:
+        x_D: the token.
+        gates: its experts and their gates.
+        ffn: `ffn(product, x)` is the block's output if `product(name, v)` is what its linear `name` makes of v.
+        base: that of the base, `W v`.
+        update: `update(name, v, i)` is `s B_i A_i v` of expert i.
+        mixes_outputs: mixing "output"; else "projection".
+    """
+    if not mixes_outputs:  # the updates are mixed on each projection
+        return ffn(lambda name, v: base(name, v) + sum(gate * update(name, v, i) for i, gate in gates.items()), x_D)
+
+    y_D = torch.zeros_like(x_D[:1])
+    for i, gate in gates.items():
+
+        def ffn_i(x: torch.Tensor, i: int = i) -> torch.Tensor:  # the block with the weights `W + s B_i A_i`
+            return ffn(lambda name, v: base(name, v) + update(name, v, i), x)
+
+        y_D = y_D + gate * ffn_i(x_D)
+    return y_D

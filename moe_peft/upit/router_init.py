@@ -37,7 +37,7 @@ from ..training.data import IGNORED, check_learnable
 from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer, tokenized
 from ..training.resuming import Trained, train
-from ..training.router_log import RouterLog
+from ..training.router_losses import RouterLog
 from ..training.scoring import Collator, example_losses
 from ..training.trainable import give_rate
 from ..utils.compat import loss_is_of_whole_step

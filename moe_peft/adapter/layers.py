@@ -4,17 +4,20 @@ The tuner layers: around an FFN block (`MoELoraFFN`) and around a single linear 
 They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`
 (`experts.lora.by_loop` is its definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
 
-    x [T, d] ─┬─ base: gate(x), up(x) [T, f]          MoELoraFFN.input_projections
-              └─ router: logits [T, n]                MoELoraLayer.route
-                   └─ gates g, experts i [T, k] ────── Dispatch, which also is what follows
-                                                                                                in
-    mixing "projection"                               mixing "output"                           LoraExperts
-    ───────────────────                               ───────────────
-    gate, up += s Σ_i g_i B_i A_i x      [T, f]       h_i = s A_i x                    [P, r]   _updated; _mixed
-    z = act(gate) · up                   [T, f]       a_i = act(gate + B_i h_i) · (up + B_i h_i)
-                                                      z = Σ_i g_i a_i                  [T, f]   mixed_hidden
-    y = base: down(z)                    [T, d]       y = base: down(z)                [T, d]
-    y += s Σ_i g_i B_i A_i z             [T, d]       y += s Σ_i g_i B_i A_i a_i       [T, d]   _updated; _after_down
+    x [T, d] ──┬── base: gate = W_g x, up = W_u x          [T, f]   MoELoraFFN.input_projections
+               └── router: logits [T, n]
+                     └── gates g and experts i             [T, k]   MoELoraLayer.route, which makes the Dispatch
+    mixing "projection":
+        gate, up += s Σ_i g_i B_i A_i x, B and A of each   [T, f]   LoraExperts._updated, Dispatch.update
+        z = act(gate) · up                                 [T, f]   FFNLayout.hidden
+        y = W_d z                                          [T, d]   base
+        y += s Σ_i g_i B_i A_i z                           [T, d]   LoraExperts._updated, Dispatch.update
+    mixing "output":
+        h_i = s A_i x for gate and for up                  [P, r]   LoraExperts._mixed, Dispatch.shrink_tokens
+        a_i = act(gate + B_i h_i) · (up + B_i h_i)         [P, f]   moe_ffn_autograd.mixed_hidden
+        z = Σ_i g_i a_i                                    [T, f]   moe_ffn_autograd.mixed_hidden
+        y = W_d z                                          [T, d]   base
+        y += s Σ_i g_i B_i A_i a_i                         [T, d]   LoraExperts._after_down, Dispatch.expand_collect
 
 For one token without gradients, `LoraExperts._decoded` computes all that follows the router.
 

@@ -184,13 +184,13 @@ class LoraExperts(Experts):
     ) -> dict[str, torch.Tensor]:
         """The base's outputs by projection, with `s B A x` of one LoRA, whose matrices are [1, r, …]."""
         A, B = matrices
-        names = [name for name in base if name in A]
-        updated = dict(base)
-        for name, x in zip(names, layer.dropped(adapter, x_TM, len(names)), strict=True):
-            y_TM = base[name]
-            A_RM, B_RM = A[name][0].to(y_TM.dtype), B[name][0].to(y_TM.dtype)
-            with without_autocast(x):
-                updated[name] = torch.addmm(y_TM, (x.to(y_TM.dtype) @ A_RM.T) * self.scaling, B_RM)
+        names, updated = [name for name in base if name in A], dict(base)
+        dtype = next(iter(base.values())).dtype
+        inputs = layer.dropped(adapter, x_TM.to(dtype), len(names))
+        with without_autocast(x_TM):
+            for name, own_TM in zip(names, inputs, strict=True):
+                A_RM, B_RM = A[name][0].to(dtype), B[name][0].to(dtype)
+                updated[name] = torch.addmm(base[name], (own_TM @ A_RM.T) * self.scaling, B_RM)
         return updated
 
     def _updated(

@@ -24,7 +24,7 @@ def parser(prog: str) -> SettingsParser:
     return SettingsParser(
         DemoSettings,
         prog,
-        description="See it work in eight to fifteen minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct "
+        description="See it work in about ten minutes on two cores: four LoRA adapters of SmolLM2-135M-Instruct "
         "become one model, which is trained a little further and exported to a native MoE.",
         epilog="example:\n  moe-peft demo --output demo --steps 48",
     )

@@ -3,7 +3,7 @@
 # make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-latest  sets up the newest versions of everything (7 GB, as torch's newest wheel brings CUDA), runs the tests
-#                   without the slow ones, and prints the table of docs/versions.md
+#                   without the slow ones, and prints the versions for docs/index.md
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import html
 import importlib
+import json
 import os
 import re
 import runpy
 import shlex
 import shutil
+import statistics
 import sys
 from pathlib import Path
 
@@ -131,6 +133,9 @@ def test_pages_have_the_numbers_of_the_study():
 
 
 def test_the_section_on_the_schedule_has_the_numbers_of_its_study():
+    from studies.differences import paired_difference  # not above: pages register losses before trainers are imported
+    from studies.upit import BEYOND
+
     results = (ROOT / "studies/results/schedule.md").read_text(encoding="utf-8").replace("−", "-")
     page = (ROOT / "docs/studies.md").read_text(encoding="utf-8").replace("−", "-")
     start = page.index("## Is it the mixture, the mean or the schedule?")
@@ -147,6 +152,13 @@ def test_the_section_on_the_schedule_has_the_numbers_of_its_study():
         )
         assert row in known
     of_results = differences(results)
+    ledgers = [(ROOT / f"studies/results/schedule/{seed}.jsonl").read_text().splitlines() for seed in range(6)]
+    runs = [{run["method"]: run.get("tasks") for run in map(json.loads, lines)} for lines in ledgers]
+    of_four = [
+        [statistics.fmean(right for task, (_, right) in run[method].items() if task not in BEYOND) for run in runs]
+        for method in ("lora_nr linear", "mixture linear")
+    ]
+    of_results.append(tuple(paired_difference(*of_four)))
     of_results += [(-mean, -high, -low) for mean, low, high in of_results]
     in_points = [tuple(100 * value for value in each) for each in of_results]
     section, _, earlier = section.partition("**An earlier study")

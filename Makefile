@@ -1,9 +1,9 @@
-# make demo   sets up the extra `demo` alone, and shows it at work on SmolLM2-135M-Instruct (eight to fifteen minutes on two idle cores)
-# make test   sets up and runs the tests (eight minutes on two idle cores)
+# make demo   sets up the extra `demo` alone, and shows it at work on SmolLM2-135M-Instruct (about ten minutes on two idle cores)
+# make test   sets up and runs the tests (about fifteen minutes on two cores)
 # make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-latest  sets up the newest versions of everything (7 GB, as torch's newest wheel brings CUDA), runs the tests
-#                   without the slow ones, and prints the table of docs/versions.md
+#                   without the slow ones, and prints the versions for docs/index.md
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)

@@ -1,7 +1,8 @@
 """
-Which causal language models of the installed transformers the adapter covers: the tables of docs/families.md.
+Which causal language models of the installed transformers the adapter covers: compatibility/results/families.md.
 
-    python -m compatibility.families [--types opt,jamba] [--output docs/families.md]
+    python -m compatibility.families                      # writes compatibility/results/families.md
+    python -m compatibility.families --types opt,jamba    # only prints their rows
 
 Every model type that a causal language model can be made of is made tiny from its default config. Three trials follow,
 each on a copy: plain LoRA on all linears, a `MoELoraConfig` with `target_modules=None`, and, if that raises an error,
@@ -94,6 +95,7 @@ DENSE = {
 }
 
 
+RESULT = Path(__file__).parent / "results" / "families.md"
 # What the adapter does with a model type, and what the table says of it.
 OUTCOMES = {
     "FFN": "experts and one router per FFN; Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2 and Granite can be exported",
@@ -109,9 +111,7 @@ UNTRIED = "not tried"
 INTRODUCTION = """\
 # Model families
 
-The adapter finds the FFNs of Llama, Mistral, Qwen 2 and 3, Gemma 1 to 4, Phi, OLMo, Granite, Falcon, GPT-2 and many
-more by itself. Models that are MoEs already get no experts. The tables say what happens with each causal language model
-of transformers {version}.
+What `MoELoraConfig` does with each causal language model of transformers {version}.
 
 The columns:
 
@@ -119,8 +119,8 @@ The columns:
 - **adapter**: what `MoELoraConfig` with `target_modules=None` does; see the first table.
 - **modules, or the reason**: which modules get experts, or why none do.
 
-`python -m compatibility.families --output docs/families.md` makes this page. It builds a tiny model of each type from
-its default config and trains each adapter for one backward pass. A trial passes if the loss includes the balancing
+`python -m compatibility.families` writes this page. It builds a tiny model of each type from its default config and
+trains each adapter for one backward pass. A trial passes if the loss includes the balancing
 loss, every adapter parameter gets a gradient (on all linears: every one that text passes through), and `unload()`
 restores the model's logits and config.
 """
@@ -258,7 +258,7 @@ def _reason(error: Exception) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """docs/families.md."""
+    """compatibility/results/families.md."""
     tried = [row for row in rows if row.adapter != UNTRIED]
     lines = [
         INTRODUCTION.format(version=transformers.__version__),
@@ -282,7 +282,6 @@ def page(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", help="model types, separated by commas (all)")
-    parser.add_argument("--output", type=Path, help="write the page here")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -291,8 +290,8 @@ def main() -> None:
     for name in names:
         rows.append(examine(name))
         print(rows[-1], flush=True)
-    if options.output:
-        options.output.write_text(page(rows))
+    if not options.types:
+        RESULT.write_text(page(rows))
 
 
 if __name__ == "__main__":

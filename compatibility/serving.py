@@ -40,8 +40,7 @@ from tests.helpers.llama_cpp import letters
 from tests.helpers.native_case import DENSE, IDS, adapter, dense_model, logits, saved
 
 ROOT = Path(__file__).parent.parent
-RESULT, PAGE = ROOT / "compatibility/results/serving.md", ROOT / "docs/serving.md"
-BEGIN, END = "<!-- table -->", "<!-- end of the table -->"  # what is between them on the page
+RESULT = ROOT / "compatibility/results/serving.md"
 TOLERANCE = 1e-5
 FAMILIES = {
     "llama": "Llama", "mistral": "Mistral", "phi3": "Phi-3", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "OLMo2",
@@ -221,9 +220,6 @@ def main() -> None:
     made = f"Made by `python -m compatibility.serving` on a CPU: {', '.join(map(' '.join, engines.items()))}."
     print(rows)
     args.out.write_text(f"# Serving\n\n{made}\nThe module's first lines say what the words mean.\n\n{rows}\n")
-    if args.out == RESULT:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{rows}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-The versions that are installed here, as rows for docs/versions.md. `make test-latest` prints them after its tests.
+The versions that are installed here, as rows for docs/index.md. `make test-latest` prints them after its tests.
 
     python -m compatibility.versions
 """

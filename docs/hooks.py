@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import textwrap
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from moe_peft.cli import COMMANDS, main
 from moe_peft.upit.recipe_fields import RecipeFields
 from moe_peft.utils.validation import Settings
 
@@ -48,7 +52,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = Path(page.file.abs_src_path or "")
     if page.file.src_uri.startswith("../"):
         to_page = r'<a href="\2\3.html\4">\1</a>'
-        markdown = re.sub(r"\[([^\]]+)\]\(((?:\.\./)+)docs/([\w/-]+)\.md(#[\w-]+)?\)", to_page, markdown)
+        markdown = re.sub(r"\[([^\]]+)\]\(((?:\.\./)*)docs/([\w/-]+)\.md(#[\w-]+)?\)", to_page, markdown)
+    if page.file.src_uri == "api/commands.md":
+        markdown = markdown.replace("<!-- help -->", all_help())
     if page.file.src_uri.startswith("../recipes/"):
         recipe = path.with_suffix(".yaml")
         text = recipe.read_text(encoding="utf-8")
@@ -56,8 +62,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
+def all_help() -> str:
+    """Every command's `--help-all`, as wide as a page's code."""
+    os.environ["COLUMNS"] = "80"
+    sections = []
+    for command in COMMANDS:
+        with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
+            main([command, "--help-all"])
+        sections.append(f"## moe-peft {command}\n\n```text\n{printed.getvalue()}```\n")
+    return "\n".join(sections)
+
+
 def recipe_fields() -> str:
-    """A recipe with every field at its default, and what its description says: the block of docs/upit-fields.md."""
+    """A recipe with every field at its default, and what its description says: the block of docs/api/upit-fields.md."""
     lines: list[str] = []
     for name, field in RecipeFields.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
@@ -88,7 +105,7 @@ def on_template_context(context: dict[str, Any], template_name: str, config: MkD
 
 
 if __name__ == "__main__":  # python docs/hooks.py, when a field has changed
-    page = ROOT / "docs/upit-fields.md"
+    page = ROOT / "docs/api/upit-fields.md"
     before, _, after = page.read_text(encoding="utf-8").partition('```yaml title="every-field.yaml"\n')
     block = f'```yaml title="every-field.yaml"\n{recipe_fields()}'
     page.write_text(before + block + after[after.index("```\n") :], encoding="utf-8")

@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:9} {command.about}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="moe-peft",
-        description="Mixture-of-Experts from dense language models.",
+        description="Mixture-of-Experts for PEFT and TRL: build it, look inside, serve it, leave when you like.",
         usage="%(prog)s COMMAND [options]",
         epilog=f"commands:\n{listed}\n\n`moe-peft COMMAND --help` shows a command's options and an example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

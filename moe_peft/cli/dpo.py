@@ -10,6 +10,7 @@ from .usual_options import UsualOptions
 if TYPE_CHECKING:
     from .arguments import Options, TrainingParser
 
+ADAPTER_RATE = 5e-6  # five times TRL's default, which is for all weights
 USUAL = (*OF_TRAINING, "beta")
 EXAMPLE = r"""
 example:
@@ -22,7 +23,7 @@ example:
 def parser(prog: str) -> UsualOptions:
     return UsualOptions(
         complete_parser,
-        "1e-06",
+        f"{ADAPTER_RATE:g} for an adapter, 1e-06 for all weights",
         labels=False,
         more={"beta": ("X", "How strongly deviation from the reference is penalized.", 0.1)},
         prog=prog,
@@ -36,11 +37,14 @@ def complete_parser(**kwargs: Any) -> TrainingParser:
     from ..training.trainers import MoEDPOConfig  # only now: these imports take seconds
     from .arguments import TrainingParser
 
-    return TrainingParser(MoEDPOConfig, **kwargs)
+    parser = TrainingParser(MoEDPOConfig, **kwargs)
+    rate = parser.actions["learning_rate"]
+    rate.help = f"The learning rate (default: {ADAPTER_RATE:g} for an adapter, {rate.default:g} for all weights)."
+    return parser
 
 
 def run(options: Options) -> None:
     from ..training.trainers import MoEDPOTrainer
     from .training import train_or_plan
 
-    train_or_plan(options, MoEDPOTrainer)
+    train_or_plan(options, MoEDPOTrainer, adapter_rate=ADAPTER_RATE)

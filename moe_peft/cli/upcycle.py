@@ -20,7 +20,7 @@ USUAL = (
 EXAMPLE = r"""
 example:
   moe-peft upcycle --model Qwen/Qwen3-0.6B-Base --output moe \
-    --num-experts 4 --init drop
+    --num-experts 4 --init copy
 """
 
 _CONFIG = [field.name for field in dataclasses.fields(UpcycleConfig)]

@@ -85,9 +85,7 @@ def evaluate_model(
         if isinstance(folder, AdapterFolder):
             folder.other_base = base
         elif base is not None and not with_base:
-            raise InputError(
-                f"--base {base!r}: is to be compared with, but --no-base leaves it out; give one of the two"
-            )
+            raise InputError(f"--base {base!r}: --no-base contradicts it; give one of the two")
         other = open_folder(base, "--base") if with_base and base is not None and not adapter else None
         for each in (folder, other):
             if each is not None:

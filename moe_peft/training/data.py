@@ -287,8 +287,9 @@ def check_rows(
     size = len(tokenizer)
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
     of_tokens = columns & set(_OF_TOKENS)
-    if of_tokens and not parts == (("input_ids",),):
-        raise InputError(f"{field}: column {min(of_tokens)!r}: trainers would read it as values of tokens; rename it")
+    if of_tokens and parts != (("input_ids",),):
+        name = min(of_tokens)
+        raise InputError(f"{field}: column {name!r}: trainers treat a column of this name as token values; rename it")
     kept |= of_tokens
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
         where = f"{field}: row {i}"

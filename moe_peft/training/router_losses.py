@@ -90,7 +90,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             if not hasattr(self.args, f.name):  # a plain config
                 setattr(self.args, f.name, f.default)
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
-            raise InputError(f"one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
+            raise InputError(f"one process has {self.args.n_gpu} GPUs; start one process per GPU: accelerate launch")
         layers = routed_layers(self.model, type(self).__name__)
         self._sizes, self._ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
         self._routers = [layer.router for layer in layers]

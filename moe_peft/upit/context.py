@@ -48,8 +48,8 @@ def budget(recipe: Recipe, rows: int) -> Budget:
     taken = seeds if recipe.router_init.within_budget else 0.0
     if first + taken >= total:
         raise InputError(
-            f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none; "
-            "set router_init.within_budget=false, or a smaller seed_fraction"
+            f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: no passes are left "
+            "for stage 4; set router_init.within_budget=false, or a smaller seed_fraction"
         )
     return Budget(first, seeds, total - first - taken)
 

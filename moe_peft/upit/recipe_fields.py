@@ -213,7 +213,7 @@ class EvaluateSection(Settings):
 
 
 class RecipeFields(Settings):
-    """The fields of a recipe; a description says what one means, and docs/upit-fields.md is made of them."""
+    """The fields of a recipe; a description says what one means, and docs/api/upit-fields.md is made of them."""
 
     output_dir: Text
     plugins: list[Text] = Field(

@@ -27,7 +27,8 @@ from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_same, reference, run
 
-TABLE = Path(__file__).parents[2] / "docs" / "families.md"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "compatibility/results/families.md"
 
 
 def adapt(model: PreTrainedModel, **settings: Any) -> PeftModel:
@@ -271,11 +272,14 @@ def test_the_table_of_families_has_every_model_type():
     assert sorted([*tried, *untried.strip().removesuffix(".").split(", ")]) == model_types()
 
 
-def test_the_readme_counts_the_rows_whose_ffns_the_adapter_finds():
+def test_readme_and_page_count_the_rows():
     rows = [line.split("|")[3].strip() for line in TABLE.read_text().splitlines() if line.count("|") == 5]
-    readme = (TABLE.parents[1] / "README.md").read_text()
-    (count,) = re.findall(r"(\d+) model types", readme)
+    (count,) = re.findall(r"(\d+) model types", (ROOT / "README.md").read_text())
     assert int(count) == rows.count("FFN") + rows.count("linears") > 0
+    page = (ROOT / "docs/families.md").read_text()
+    assert dict(re.findall(r"^\| ([\w ]+) \| .* \| (\d+) \|$", page, re.MULTILINE)) == {
+        outcome: str(rows.count(outcome)) for outcome in OUTCOMES
+    }
 
 
 class Packed(torch.nn.Module):

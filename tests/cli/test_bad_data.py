@@ -212,7 +212,10 @@ def test_what_else_is_no_dataset(tmp_path):
             [{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}],
             "must all be strings, or",
         ),
-        ([{**TEXT, "labels": "positive"}], "column 'labels': trainers would read it as values of tokens; rename it"),
+        (
+            [{**TEXT, "labels": "positive"}],
+            "column 'labels': trainers treat a column of this name as token values; rename it",
+        ),
         ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
         ([{"input_ids": [3, 4], "labels": [-100, 128]}], "row 0: labels: 128: must be tokens from 0 to 127, or -100"),
         ([{"input_ids": [3, 4], "labels": [-1, 4]}], "row 0: labels: -1: must be tokens from 0 to 127, or -100"),

@@ -290,10 +290,15 @@ def test_it_stops_early_and_says_which_step_is_the_result(case, tmp_path, capsys
     )
 
 
-@pytest.mark.parametrize(("own", "rate"), [({}, 2e-4), ({"learning_rate": 2e-5}, 2e-5)])
-def test_an_adapter_learns_at_the_usual_rate_of_adapters(own, rate, case, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("command", "own", "rate"),
+    [("sft", {}, 2e-4), ("sft", {"learning_rate": 2e-5}, 2e-5), ("dpo", {}, 5e-6)],
+)
+def test_an_adapter_learns_at_the_usual_rate_of_adapters(command, own, rate, case, tmp_path, capsys):
     settings = {**{key: value for key, value in case.items() if key != "learning_rate"}, **own, "max_steps": 1}
-    out = run("sft", tmp_path, settings)
+    if command == "dpo":
+        settings["dataset_name"] = str(Path(case["dataset_name"]).with_name("pairs.jsonl"))
+    out = run(command, tmp_path, settings)
     assert json.loads((out / "trainer_state.json").read_text())["log_history"][0]["learning_rate"] == rate
     assert capsys.readouterr().out.startswith(f"learning_rate={rate:g}\n")
 

@@ -157,7 +157,7 @@ def test_every_method_has_the_same_budget():
     assert budget(recipe(), 100).router_init == 8 / 100 * 4  # never less than one example an expert
     passes = budget(recipe(prepare={"adapters": ["a", "b"]}, router_init={"buckets": "none"}), 1000)
     assert (passes.prepare, passes.router_init, passes.post_train) == (0, 0, 4)
-    with pytest.raises(ValueError, match="stage 4 is left with none"):
+    with pytest.raises(ValueError, match="no passes are left for stage 4"):
         budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2, "within_budget": True}), 1000)
 
 

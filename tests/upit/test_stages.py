@@ -87,7 +87,7 @@ def test_stage_3_stands_beside_the_budget_or_within_it(mode):
     settings["router_init"]["within_budget"] = True
     assert pipeline_of(settings).context.budget == Budget(1.0, 0.25, 0.75)
     settings["router_init"]["num_train_epochs"] = 8
-    with pytest.raises(ValueError, match=r"stage 4 is left with none; set router_init\.within_budget=false"):
+    with pytest.raises(ValueError, match=r"no passes are left for stage 4; set router_init\.within_budget=false"):
         pipeline_of(settings).context.budget  # noqa: B018
 
 

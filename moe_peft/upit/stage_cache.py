@@ -30,6 +30,7 @@ logger = logging.getLogger("moe_peft")
 
 MANIFEST = "manifest.json"
 _RECORD = "stage.json"  # of a stage its metrics, of its state what it is doing
+_FORMER = "former"  # in its state, the stage as it was before it is done again
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,8 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
         try:
             metrics = stage.run(stage.folder)
         except InputError:
-            if PartialState().is_main_process and [path.name for path in stage.state.rglob("*")] == [_RECORD]:
-                remove(stage.folder)  # it was stopped before it made anything
-                remove(stage.state)
+            if PartialState().is_main_process:
+                _withdraw(stage)
             raise
         PartialState().wait_for_everyone()
         # In every process, because those that wait for long time out.
@@ -223,9 +223,23 @@ def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> None:
         stage.state.mkdir(parents=True)
         write_json(note, facts)
         logger.info("%s: running%s", stage.name, position and f" ({position})")
-    (stage.folder / MARKER).unlink(missing_ok=True)
+    if (stage.folder / MARKER).is_file():  # to be done again
+        stage.folder.rename(stage.state / _FORMER)
     remove(stage.folder)
     stage.folder.mkdir()
+
+
+def _withdraw(stage: Stage) -> None:
+    """After a refusal: what was done before stays, and of a stage that made nothing, nothing."""
+    former = stage.state / _FORMER
+    if former.is_dir():
+        remove(stage.folder)
+        former.rename(stage.folder)
+    elif any(path.is_file() and path.name != _RECORD for path in stage.state.rglob("*")):
+        return  # it resumes
+    else:
+        remove(stage.folder)
+    remove(stage.state)
 
 
 def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> None:

@@ -349,7 +349,10 @@ def test_the_command_serves_until_it_is_stopped(gate):
     with running(FakeEngine().app) as server:
         options = ["--gate", gate.folder, "--server", server, "--port", "0"]
         command = [sys.executable, "-c", WITHOUT_TRAINERS, "pick", *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+        )  # fmt: skip
         try:
             line = process.stdout.readline()
             url = line.split()[3]

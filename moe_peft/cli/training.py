@@ -90,12 +90,15 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
 
 def _load_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     """The model to train, and the config of the new adapter that the trainer gives it."""
-    model, folder = options.base.load(), options.run.adapter
+    # What is wrong with the adapter is said before weights are loaded.
+    config, folder = options.adapter_config() if options.trains_adapter else None, options.run.adapter
+    if folder is not None:
+        adapter_weights(folder, f"adapter={folder!r}")
+    model = options.base.load()
     if folder is None:
-        return model, options.adapter_config() if options.trains_adapter else None
-    adapter_weights(folder, f"adapter={folder!r}")
+        return model, config
     with refused_by_libraries(f"adapter={folder!r}"):
-        return PeftModel.from_pretrained(model, folder, is_trainable=True, config=options.adapter_config()), None
+        return PeftModel.from_pretrained(model, folder, is_trainable=True, config=config), None
 
 
 def _empty_model(options: Options) -> Any:

@@ -7,7 +7,7 @@
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
-# make check  sets up and runs the linters, the type checker and the check of imports
+# make check  sets up and runs the linters, the type checker and the check of imports, and builds the packages
 # make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
 
@@ -88,6 +88,10 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
+	rm -rf .cache/dist
+	$(RUN) -m build --outdir .cache/dist . > /dev/null
+	$(RUN) -m twine check --strict .cache/dist/*
+	find .cache/dist -name '*.whl' -size -1000k | grep -q .  # a wheel of less than a megabyte
 
 format: setup
 	$(RUN) -m ruff format .

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from ..models.model_size import ModelSize
 from ..routing.statistics import LoadHealth
-from ..utils.expert_merging import likeness
+from ..utils.expert_likeness import likeness
 from .figures import DPI, plot_bars
 from .recorder import RoutingStatistics
 from .routing_report import write_figures

@@ -17,7 +17,7 @@ from ..models.layer import routed_layers, router_names
 from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..native.folders import open_folder
 from ..routing.expert_map import in_order
-from ..utils.expert_merging import likeness
+from ..utils.expert_likeness import likeness
 from ..utils.io import output_folder
 from ..utils.messages import InputError
 from ..utils.model_card import is_untrained_mixture

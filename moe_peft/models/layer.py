@@ -27,7 +27,7 @@ from ..routing.gates import top_k_gates
 from ..routing.losses import Scope
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..utils.distributed import shape_of
-from ..utils.expert_merging import value_gram
+from ..utils.expert_likeness import value_gram
 from ..utils.messages import InputError
 from ..utils.torch_contexts import double
 from .routed_gate import RoutedGate, gate_rule, put_router, take_router

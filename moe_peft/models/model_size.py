@@ -15,7 +15,7 @@ from torch import nn
 from ..adapter.layers import MoELoraLayer
 from ..routing.routers import AttentionRouter
 from ..utils.distributed import shape_of
-from ..utils.expert_merging import similarities
+from ..utils.expert_likeness import similarities
 from .introspection import base_model
 from .layer import idle_copies, native_layers, routed_layers
 

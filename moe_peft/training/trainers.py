@@ -123,7 +123,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
                     "dataset_kwargs: with skip_prepare_dataset, no token gets the label of its row; leave it out, or "
                     f"give a column {COLUMN}"
                 )
-            self._allowed = expert_masks(experts_of_labels(self.model, args), max(self._sizes))
+            self._allowed = expert_masks(_experts_of_labels(self.model, args), max(self._sizes))
             self.data_collator = LabelCollator(self.data_collator)
 
     def _prepare_dataset(
@@ -168,7 +168,7 @@ def _check_template(model: Any, args: MoESFTConfig, others: Sequence[Any]) -> No
         raise InputError(change)
 
 
-def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
+def _experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
     """Label → the indices of its experts in a model."""
     sizes = [layer.num_experts for layer in routed_layers(model, "MoESFTTrainer")]
     expert_map = read_expert_map(args.expert_map or {}, max(sizes), "expert_map")

@@ -28,7 +28,7 @@ from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
 from ..training.scoring import to_device
 from ..utils.distributed import on_main_process
-from ..utils.expert_merging import value_gram
+from ..utils.expert_likeness import value_gram
 from ..utils.loading import empty_model, without_zero3
 from ..utils.messages import InputError
 from ..utils.validation import prefixed

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from ..native.base import Base
-from ..utils.expert_merging import likeness, similarities
+from ..utils.expert_likeness import likeness, similarities
 from .expansion import Descent
 from .recipe_rules import Recipe
 from .routing_vectors import is_vector

@@ -134,7 +134,7 @@ class TrainingStage(TrainerStage):
         What it will train, as a model of its own or around the base, with new values where there are weights.
 
         Args:
-            base: the base, with weights or without.
+            base: the base, without weights.
         """
 
     def advice(self, rows: int, processes: int) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -272,11 +272,17 @@ def output_folder(
         with _locked(folder / _LOCK, setting):
             if any(entry.name != _LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
                 raise InputError(f"{setting}: is not empty; {remedy}")
-            yield folder
+            before = {*folder.iterdir()}
+            try:
+                yield folder
+            finally:
+                for made in {*folder.iterdir()} - before:  # a trainer makes its folder before it refuses
+                    if made.is_dir() and not any(path.is_file() for path in made.rglob("*")):
+                        remove(made)
     finally:
-        if not any(map(Path.is_file, folder.rglob("*"))):  # a trainer makes its folder before it refuses
-            for made in new[-1:] or folder.iterdir():
-                shutil.rmtree(made)
+        with suppress(OSError):  # something was put into it
+            for made in new:
+                made.rmdir()
 
 
 @contextmanager

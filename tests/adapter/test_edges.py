@@ -34,7 +34,7 @@ from moe_peft.training.scoring import example_losses, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit.buckets import perplexity_buckets
 from moe_peft.upit.expansion import dare_merge, expand
-from moe_peft.utils.expert_merging import likeness, similarities, update_gram
+from moe_peft.utils.expert_likeness import likeness, similarities, update_gram
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.close import assert_near, near
 from tests.helpers.expert_layers import D, ffn_layer, linear_layer, tensors

@@ -12,7 +12,7 @@ from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.models.model_size import ModelSize, expert_similarity, model_size
 from moe_peft.routing.routers import AttentionRouter
 from moe_peft.upit.expansion import update_inner
-from moe_peft.utils.expert_merging import similarities, update_gram, value_gram
+from moe_peft.utils.expert_likeness import similarities, update_gram, value_gram
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
 from tests.helpers.routed_models import NATIVE

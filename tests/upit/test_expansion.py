@@ -17,7 +17,7 @@ from moe_peft.upit import expand_experts
 from moe_peft.upit.expand import expand_checkpoints
 from moe_peft.upit.expansion import dare_merge, displacement_inner, expand, update_inner, values_inner
 from moe_peft.upit.lora_experts import LoraExperts
-from moe_peft.utils.expert_merging import similarities, update_gram, value_gram
+from moe_peft.utils.expert_likeness import similarities, update_gram, value_gram
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import contents

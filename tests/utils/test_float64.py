@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_peft.models.gate_init import ArrowGates, RidgeGates, Texts
 from moe_peft.routing.statistics import expert_counts
-from moe_peft.utils.expert_merging import value_gram
+from moe_peft.utils.expert_likeness import value_gram
 from moe_peft.utils.torch_contexts import double
 
 T, N, D, R = 12, 4, 8, 2

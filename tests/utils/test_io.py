@@ -13,6 +13,7 @@ import pytest
 
 import moe_peft
 from moe_peft.utils.io import atomic_write, hash_file, output_folder, write_json
+from moe_peft.utils.messages import InputError
 
 
 def names(folder):
@@ -86,6 +87,15 @@ def test_what_is_not_empty_is_only_written_to_if_it_is_ours(tmp_path):
     with output_folder(tmp_path, "output_dir", is_ours=lambda folder: (folder / "file").exists()):
         pass
     assert names(tmp_path) == ["file"]
+
+
+def test_empty_folders_go_if_they_were_made_meanwhile_alone(tmp_path):
+    (tmp_path / "out" / "of the user").mkdir(parents=True)
+    with pytest.raises(InputError, match="is not empty"), output_folder(tmp_path / "out", "output_dir"):
+        pass
+    with output_folder(tmp_path / "out", "output_dir", is_ours=lambda folder: True) as folder:
+        (folder / "stage" / "runs").mkdir(parents=True)
+    assert [path.name for path in folder.iterdir()] == ["of the user"]
 
 
 def test_one_process_writes_to_a_folder(tmp_path):

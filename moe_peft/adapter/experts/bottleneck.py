@@ -12,7 +12,7 @@ from dataclasses import fields
 import torch
 import torch.nn.functional as F
 
-from ...utils.expert_merging import value_gram
+from ...utils.expert_likeness import value_gram
 from ...utils.torch_contexts import without_autocast
 from .base import Experts, FFNHost, Shapes
 from .lora import LoraExperts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...utils.expert_merging import update_gram
+from ...utils.expert_likeness import update_gram
 from ...utils.messages import InputError
 from .base import Shapes
 from .lora import LoraExperts

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...utils.expert_merging import update_gram
+from ...utils.expert_likeness import update_gram
 from ...utils.messages import InputError
 from ...utils.torch_contexts import is_autocast, without_autocast
 from ..dispatch import Dispatch, Gather, statically_known

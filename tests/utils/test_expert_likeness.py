@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_peft.utils.expert_merging import likeness, similarities, value_gram
+from moe_peft.utils.expert_likeness import likeness, similarities, value_gram
 from tests.helpers.close import assert_near, near
 
 

@@ -138,7 +138,7 @@ def page(records: list[Cells]) -> str:
     return "\n".join(lines)
 
 
-def run(case: Case, ledger: Path, rounds: int, minutes: float) -> str:
+def run(case: Case, ledger: Path, rounds: int, minutes: float, only: str = "") -> str:
     """Measure what the ledger lacks of this device, as long as there is time; returns the page."""
     start, longest = time.monotonic(), 0.0
     device = f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'}, torch {torch.__version__}"
@@ -146,7 +146,7 @@ def run(case: Case, ledger: Path, rounds: int, minutes: float) -> str:
     done = {record["name"] for record in records if record["device"] == device}
     for name, job in jobs(case, rounds).items():
         began = time.monotonic()
-        if name in done or began - start + longest > 60 * minutes:
+        if name in done or only not in name or began - start + longest > 60 * minutes:
             continue
         record = {"device": device, "name": name, "cells": list(job())}
         longest = max(longest, time.monotonic() - began)
@@ -178,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--minutes", type=float, default=8.5, help="no case begins that might end later")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose names have it, as bfloat16 or output 8")
     parser.add_argument("--profile", choices=MODELS, metavar="METHOD", help="; ".join(MODELS))
     parser.add_argument("--small", action="store_true", help="a tiny case, on any machine; it says nothing about speed")
     parser.add_argument("--ledger", type=Path, default=Path("benchmarks/results/gpu.jsonl"))
@@ -190,7 +191,11 @@ def main() -> None:
     elif DEVICE != "cuda" and not args.small:
         parser.error("no CUDA device; --small tests the script without one")
     else:
-        print(profile(case, args.profile) if args.profile else run(case, args.ledger, args.rounds, args.minutes))
+        print(
+            profile(case, args.profile)
+            if args.profile
+            else run(case, args.ledger, args.rounds, args.minutes, args.only)
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tests.helpers.router_kinds import ROUTER_KINDS
 T, N, K, D = 24, 6, 2, 64
 KINDS = ["gpu", "cuda 9"]
 # Tensors without values may be on any devices, but those of a GPU that is there must be there, too.
-OTHERS = "xpu" if torch.cuda.is_available() else "cuda"
+OTHERS = "hpu" if torch.cuda.is_available() else "cuda"
 # Without a deterministic kernel on CUDA, by the documentation of torch.use_deterministic_algorithms.
 NOT_DETERMINISTIC = {
     "adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "bincount", "histc",

@@ -6,7 +6,7 @@ picked for each request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,29 @@ OWN, PICKED = "each its own", "picked by its request"
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokenized held-out rows by the label of the expert that they are for, in the experts' order."""
+    """
+    Tokenized held-out rows.
 
-    rows: Mapping[str, Dataset]  # with a column `request`, where a gate for requests reads them
+    Args:
+        rows: with a column `request`, where a gate for requests reads them.
+        by_label: the rows of each label, the expert that they are for, in the experts' order.
+    """
+
+    rows: Dataset
+    by_label: Mapping[str, Sequence[int]]
     collator: Collator
     batch_size: int
 
     @property
     def have_answers(self) -> bool:
         """Whether rows are questions with answers, and not texts alone, which no model gives word for word."""
-        return all(any(label == -100 for label in row) for rows in self.rows.values() for row in rows["labels"])
+        return all(-100 in labels for labels in self.rows["labels"])
+
+    @property
+    def labels(self) -> list[str]:
+        """Each row's."""
+        label_of = {row: label for label, rows in self.by_label.items() for row in rows}
+        return [label_of[row] for row in range(len(self.rows))]
 
 
 @dataclass(frozen=True)
@@ -71,14 +84,38 @@ class HeldOut:
 Scored = dict[str, Answers]  # by label
 
 
-def score(model: Any, parts: Parts, statistics: RoutingStatistics | None = None) -> Scored:
-    """The answers to the rows of each label, which is the domain of `statistics` meanwhile."""
-    scored = {}
-    for label, rows in parts.rows.items():
+def score(
+    model: Any,
+    parts: Parts,
+    statistics: RoutingStatistics | None = None,
+    experts: Sequence[int | None] | None = None,
+) -> Scored:
+    """
+    The answers to all rows, by label. Rows of similar length share a batch, whatever their labels.
+
+    Args:
+        statistics: of the routing, whose domains are the labels.
+        experts: the expert that serves each row, and None for the base; left out: the model as it is.
+    """
+    lengths = [len(ids) for ids in parts.rows["input_ids"]]
+    order, labels = sorted(range(len(lengths)), key=lengths.__getitem__), parts.labels
+    groups = [order]
+    if experts is not None and averaged_linears(model, model.active_adapter):  # which have one expert's part at a time
+        groups = [[row for row in order if experts[row] == expert] for expert in dict.fromkeys(experts)]
+    answers, scored = [], []
+    for batch in (of[at : at + parts.batch_size] for of in groups for at in range(0, len(of), parts.batch_size)):
         if statistics is not None:
-            statistics.current = label
-        scored[label] = example_answers(model, rows, parts.collator, rows=parts.batch_size)
-    return scored
+            statistics.current = [labels[row] for row in batch]
+        context: AbstractContextManager = nullcontext()
+        if experts is not None:
+            chosen = [experts[row] for row in batch]
+            one = chosen[0] if len(groups) > 1 else None
+            context = force_experts(model, chosen) if one is None else alone(model, one)
+        with context:
+            answers.append(example_answers(model, parts.rows.select(batch), parts.collator, rows=len(batch)))
+        scored += batch
+    found = Answers(*map(torch.cat, zip(*answers, strict=True))).of(torch.tensor(scored).argsort().tolist())
+    return {label: found.of(rows) for label, rows in parts.by_label.items()}
 
 
 def score_mixture(
@@ -111,23 +148,21 @@ def score_mixture(
     for way, context in tqdm(ways.items(), desc="ways to answer"):
         with context:
             scored[way] = score(model, parts)
-    chosen = {label: [labels.index(label)] * len(rows) for label, rows in parts.rows.items()}
-    if adapters or others:
-        scored[OWN] = _by_row(model, parts, chosen, labels, scored)
+    if scored.keys() >= {*labels}:
+        scored[OWN] = {label: scored[label][label] for label in parts.by_label}
+    elif adapters:
+        scored[OWN] = score(model, parts, experts=[labels.index(label) for label in parts.labels])
     shares: dict[str, float] = {}
     lost, to_base = 0.0, None
     if request_gate is not None:
-        picked = {label: request_gate.pick(rows["request"]) for label, rows in parts.rows.items()}
-        shares = {label: names.count(label) / len(names) for label, names in picked.items()}
-        lost = sum(names.count(None) for names in picked.values()) / sum(map(len, picked.values()))
+        names = request_gate.pick(parts.rows["request"])
+        shares = {label: sum(names[row] == label for row in rows) / len(rows) for label, rows in parts.by_label.items()}
+        lost = names.count(None) / len(names)
         if general:
             to_base = request_gate.pick(general).count(None) / len(general)
-        numbers = {
-            label: [len(labels) if name is None else labels.index(name) for name in names]
-            for label, names in picked.items()
-        }
-        scored[PICKED] = _by_row(model, parts, numbers, labels, scored)
-    with first_choices(model, list(parts.rows), common_size(model, "mix")) as statistics:
+        picked = [None if name is None else labels.index(name) for name in names]
+        scored[PICKED] = score(model, parts, experts=picked)
+    with first_choices(model, list(parts.by_label), common_size(model, "mix")) as statistics:
         scored[f"{gates} gates"] = score(model, parts, statistics)
     reached = {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()}
     return _held_out(scored, parts.have_answers, labels, shares, lost, to_base, reached)
@@ -223,28 +258,6 @@ def alone(model: Any, expert: int) -> Iterator[None]:
     finally:
         for B_1RO, data in before.items():
             B_1RO.data = data
-
-
-def _by_row(
-    model: Any, parts: Parts, chosen: Mapping[str, Sequence[int]], labels: Sequence[str], known: Mapping[str, Scored]
-) -> Scored:
-    """Answers where each row has one expert, or (n) the base; those that are known are not computed again."""
-    found: Scored = {}
-    for label, experts in chosen.items():
-        order: list[int] = []
-        answers: list[Answers] = []
-        for expert in sorted(set(experts)):
-            own = [i for i, other in enumerate(experts) if other == expert]
-            way = labels[expert] if expert < len(labels) else BASE
-            if way in known:
-                answers.append(known[way][label].of(own))
-            else:
-                rows = parts.rows[label].select(own)
-                with alone(model, expert) if expert < len(labels) else model.disable_adapter():
-                    answers.append(example_answers(model, rows, parts.collator, rows=parts.batch_size))
-            order += own
-        found[label] = Answers(*map(torch.cat, zip(*answers, strict=True))).of(torch.tensor(order).argsort().tolist())
-    return found
 
 
 @contextmanager

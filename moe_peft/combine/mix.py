@@ -189,8 +189,8 @@ class Source:
         rows, collator = tokenized(held_out, self.tokenizer, args)
         check_learnable("held-out rows", rows, args)
         of_label = rows_of_labels(rows["expert"])
-        parts = {label: rows.select(of_label[i]) for i, label in enumerate(self.labels) if i in of_label}
-        return Parts(parts, collator, self.settings.batch_size)
+        by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
+        return Parts(rows, by_label, collator, self.settings.batch_size)
 
 
 def _joined(parts: Sequence[Dataset], field: str) -> Dataset:

@@ -33,7 +33,7 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
         model: a model with a MoE-LoRA adapter, or a native MoE.
         experts_B: the expert of all rows, an index or a name; or that of each row, [B], or of each token, [B·S], if the
             batch has no rows (padding-free): a tensor of integers, or a list. In a list for an adapter, None is the
-            base: these rows get no update.
+            base: these rows get no update but that of shared experts, if there are any.
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.

@@ -55,7 +55,7 @@ import csv
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,18 +188,27 @@ class Requests:
 
     def jobs(self) -> Iterator[Job]:
         done = {Job(run["set"], run["seed"], run["way"]) for run in self.ledger.records()}
-        for seed in SEEDS["short"]:
-            for name, tasks in self.tasks.items():
-                if seed not in SEEDS[name]:
-                    continue
-                trainings = [Job(name, seed, f"train {task}") for task in (*JOINT, *tasks)]
-                missing = [job for job in trainings if job not in done]
-                yield from missing
-                if not missing and Job(name, seed, "measure") not in done:
-                    yield Job(name, seed, "measure")
+        parts = [(name, seed) for seed in SEEDS["short"] for name in ("short", "domains") if seed in SEEDS[name]]
+        for name, seed in [*parts, *(("many", seed) for seed in SEEDS["many"])]:
+            missing = [job for task in self.tasks[name] if (job := Job(name, seed, f"train {task}")) not in done]
+            yield from missing
+            if not missing and Job(name, seed, "measure") not in done:
+                yield Job(name, seed, "measure")
+            if name != "short" and not missing:
+                yield from self.joint_jobs(("short", name) if name == "domains" else (name,), seed, done)
+
+    def joint_jobs(self, names: Sequence[str], seed: int, done: set[Job]) -> Iterator[Job]:
+        for name in names:
+            for way in JOINT:
+                if (job := Job(name, seed, f"train {way}")) not in done:
+                    yield job
+                elif Job(name, seed, way) not in done:
+                    yield Job(name, seed, way)
 
     def run(self, job: Job) -> None:
         started = time.monotonic()
+        if job.what in JOINT:
+            return Measured(self, job).joint(job.what)
         if job.what == "measure":
             Measured(self, job).all_ways()
         else:
@@ -351,9 +360,11 @@ class Measured:
                 self.scope = Scope(kind, n, turn)
                 self.put(weight_LND, self.scope)
                 self.note(kind, rows, self.free())
-        for way in JOINT:
-            model = PeftModel.from_pretrained(copy.deepcopy(study.base), study.folder(job.set, job.seed, way)).eval()
-            self.note(way, 0, {kind: answers(model, part, self.collator) for kind, part in self.parts.items()})
+
+    def joint(self, way: str) -> None:
+        folder = self.study.folder(self.job.set, self.job.seed, way)
+        model = PeftModel.from_pretrained(copy.deepcopy(self.study.base), folder).eval()
+        self.note(way, 0, {kind: answers(model, part, self.collator) for kind, part in self.parts.items()})
 
     def token_gates(self, train: dict[str, list[dict[str, Any]]]) -> torch.Tensor:
         """Ridge gates of all tokens, [L, n + 1, d], those of the general texts last; as `mix` has them."""

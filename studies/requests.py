@@ -188,14 +188,14 @@ class Requests:
 
     def jobs(self) -> Iterator[Job]:
         done = {Job(run["set"], run["seed"], run["way"]) for run in self.ledger.records()}
-        parts = [(name, seed) for seed in SEEDS["short"] for name in ("short", "domains") if seed in SEEDS[name]]
+        parts = [(name, seed) for seed in SEEDS["short"] for name in ("domains", "short") if seed in SEEDS[name]]
         for name, seed in [*parts, *(("many", seed) for seed in SEEDS["many"])]:
             missing = [job for task in self.tasks[name] if (job := Job(name, seed, f"train {task}")) not in done]
             yield from missing
             if not missing and Job(name, seed, "measure") not in done:
                 yield Job(name, seed, "measure")
-            if name != "short" and not missing:
-                yield from self.joint_jobs(("short", name) if name == "domains" else (name,), seed, done)
+            if name != "domains" and not missing:
+                yield from self.joint_jobs(("domains", name) if name == "short" else (name,), seed, done)
 
     def joint_jobs(self, names: Sequence[str], seed: int, done: set[Job]) -> Iterator[Job]:
         for name in names:

@@ -52,6 +52,7 @@ class Crossovers:
         copied_share: but in mixing "projection", where these are fewer operations, only with at most n times this.
         grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
             multiplies one expert after the other, and no CUDA graph can be captured.
+        narrow_grouped: whether these beat blocks of narrow experts, too.
     """
 
     columns: int
@@ -60,6 +61,7 @@ class Crossovers:
     narrow_pairs: int
     copied_share: float = 1 / 8
     grouped: tuple[torch.dtype, ...] = ()
+    narrow_grouped: bool = True
 
 
 # Measured: the CPU's (`python -m benchmarks.dispatch`), and an H100's columns, of which 512 were the most that were
@@ -68,7 +70,15 @@ class Crossovers:
 # (`python -m benchmarks.launches --methods`).
 _GPU = Crossovers(columns=512, pair_columns=256, pairs=32, narrow_pairs=32)
 DEVICES = {
-    "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=8, copied_share=1),
+    "cpu": Crossovers(
+        columns=128,
+        pair_columns=0,
+        pairs=32,
+        narrow_pairs=8,
+        copied_share=1,
+        grouped=(torch.float32,),
+        narrow_grouped=False,
+    ),
     "gpu": _GPU,
     "cuda 9": replace(_GPU, pair_columns=512, grouped=(torch.bfloat16,)),  # H100, H200
     "cuda 10": replace(_GPU, grouped=(torch.bfloat16,)),  # B200
@@ -139,8 +149,8 @@ def choose_method(
     The fastest method for a batch.
 
     Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
-    (`Dispatch.update`), so products with all experts are as fast, as long as they are narrow and not many more. Mixing
-    "output" takes blocks for many pairs, or a GPU's grouped products, which need no padding.
+    (`Dispatch.update`), so products with all experts are as fast, as long as they are narrow, or each token has half of
+    the experts. Else blocks for many pairs, or grouped products, which need no padding.
 
     A graph of torch.compile that serves batches of several sizes has the method for many pairs: asking for their number
     would compile it anew for each.
@@ -158,14 +168,15 @@ def choose_method(
     best = DEVICES[device_kind(device)]
     columns = num_experts * r
     narrow = columns <= best.columns
-    if narrow and not mixes_outputs:
+    if not mixes_outputs and (narrow or 2 * k >= num_experts):
         few = min(best.narrow_pairs, int(num_experts * best.copied_share))
         return "gather" if statically_known(tokens * k <= few) else "dense"
     if statically_known(tokens * k <= (best.narrow_pairs if narrow else best.pairs)):
         return "gather"
     if columns <= best.pair_columns or statically_known(tokens * k <= best.pairs):
         return "dense"
-    if dtype in best.grouped and _has_grouped_mm(math.gcd(r, unit), dtype):
+    grouped = dtype in best.grouped and (best.narrow_grouped or not narrow)
+    if grouped and _has_grouped_mm(math.gcd(r, unit), dtype):
         return "dense-sorted" if narrow else "sorted"
     return "dense-blocks" if narrow else "blocks"
 

@@ -242,8 +242,8 @@ def test_linears_of_any_width_train(out, n, r):
     assert_same(run(layer, x, d_output), reference(layer, x, d_output))
 
 
-# Compute capability → GPUs. torch has a kernel for grouped products on two generations; on all others it would wait. On a
-# CPU its products in float32 are faster than blocks.
+# Compute capability → GPUs. torch has a kernel for grouped products on two generations; on all others it would wait.
+# On a CPU, those in float32 are faster than blocks.
 CAPABILITIES = {(7, 5): "T4", (8, 0): "A100", (8, 9): "4090", (9, 0): "H100", (10, 0): "B200", (12, 0): "5090"}
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -53,6 +53,8 @@ class Crossovers:
         grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
             multiplies one expert after the other, and no CUDA graph can be captured.
         narrow_grouped: whether these beat blocks of narrow experts, too.
+        tokens: of a larger batch, mixing "output" computes so many at once. The activations of all pairs, k times those
+            of the FFN, would not stay in a CPU's cache, and take most of the memory of a pass.
     """
 
     columns: int
@@ -62,6 +64,7 @@ class Crossovers:
     copied_share: float = 1 / 8
     grouped: tuple[torch.dtype, ...] = ()
     narrow_grouped: bool = True
+    tokens: int = 4096
 
 
 # Measured: the CPU's (`python -m benchmarks.dispatch`), and an H100's columns, of which 512 were the most that were
@@ -78,6 +81,7 @@ DEVICES = {
         copied_share=1,
         grouped=(torch.float32,),
         narrow_grouped=False,
+        tokens=1024,
     ),
     "gpu": _GPU,
     "cuda 9": replace(_GPU, pair_columns=512, grouped=(torch.bfloat16,)),  # H100, H200
@@ -190,31 +194,54 @@ def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
     return supported and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
-def make_dispatch(
-    experts_TK: torch.Tensor,
-    gates_TK: torch.Tensor,
-    num_experts: int,
-    r: int,
-    unit: int,
-    scaling: float,
-    mixes_outputs: bool,
-    has_base: bool = False,
-) -> Dispatch:
+class Routes(NamedTuple):
     """
-    The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens.
+    Where a batch's tokens go, and what the experts' products need to know of it.
 
     Args:
+        experts: each token's experts, int64 [T, k].
+        gates: their gates, [T, k].
         num_experts: how many experts have matrices.
+        r: their rank.
+        unit: a common divisor of all widths.
+        scaling: the factor of every expert's update.
+        mixes_outputs: whether the experts' complete outputs are mixed, not their updates.
         has_base: whether tokens may go to the base as it is: to the expert after these, or to -1.
     """
-    updated_TK = None
-    if has_base:
-        updated_TK = (experts_TK >= 0) & (experts_TK < num_experts)
-        experts_TK = experts_TK.clamp(0, num_experts - 1)
-    tokens, k = experts_TK.shape
-    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
-    if statically_known(tokens == 0):  # what batched and grouped products do without rows depends on the device
-        method = "dense"
-    dispatch = _METHODS[method](experts_TK, gates_TK, num_experts, scaling, updated_TK=updated_TK)
-    dispatch.mixes_outputs = mixes_outputs
-    return dispatch
+
+    experts: torch.Tensor
+    gates: torch.Tensor
+    num_experts: int
+    r: int
+    unit: int
+    scaling: float
+    mixes_outputs: bool
+    has_base: bool
+
+    def of(self, tokens: slice) -> Routes:
+        """Those of some tokens."""
+        return self._replace(experts=self.experts[tokens], gates=self.gates[tokens])
+
+    def dispatch(self, dtype: torch.dtype) -> Dispatch:
+        """
+        By the method that suits the batch's size or that `pin_dispatch` sets, dense without tokens; products are in
+        this dtype.
+        """
+        experts_TK, n, updated_TK = self.experts, self.num_experts, None
+        if self.has_base:
+            updated_TK = (experts_TK >= 0) & (experts_TK < n)
+            experts_TK = experts_TK.clamp(0, n - 1)
+        gates_TK, (tokens, k) = self.gates.to(dtype), experts_TK.shape
+        method = choose_method(tokens, k, n, self.r, self.unit, dtype, self.mixes_outputs, gates_TK.device)
+        if statically_known(tokens == 0):  # what batched and grouped products do without rows depends on the device
+            method = "dense"
+        dispatch = _METHODS[method](experts_TK, gates_TK, n, self.scaling, updated_TK=updated_TK)
+        dispatch.mixes_outputs = self.mixes_outputs
+        return dispatch
+
+
+def tokens_at_once(x_TD: torch.Tensor) -> int:
+    """How many tokens of a batch have their experts' activations at the same time, with mixing "output"."""
+    if torch.compiler.is_compiling():  # which has no loop over a number that it does not know, and fuses operations
+        return x_TD.shape[0]
+    return DEVICES[device_kind(x_TD.device)].tokens

@@ -4,9 +4,9 @@ The tuner layers: around an FFN block (`MoELoraFFN`) and around a single linear 
 They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`
 (`experts.lora.by_loop` is its definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
 
-    x [T, d] ──┬── base: gate = W_g x, up = W_u x          [T, f]   MoELoraFFN.input_projections
-               └── router: logits [T, n]
-                     └── gates g and experts i             [T, k]   MoELoraLayer.route, which makes the Dispatch
+    x [T, d] ──┬── router: logits [T, n]
+               │     └── gates g and experts i             [T, k]   MoELoraLayer.route; Routes.dispatch
+               └── base: gate = W_g x, up = W_u x          [T, f]   MoELoraFFN.input_projections
     mixing "projection":
         gate, up += s Σ_i g_i B_i A_i x, B and A of each   [T, f]   LoraExperts._updated, Dispatch.update
         z = act(gate) · up                                 [T, f]   FFNLayout.hidden
@@ -19,7 +19,8 @@ They hold the adapters' parameters, route tokens and keep PEFT's contract; what 
         y = W_d z                                          [T, d]   base
         y += s Σ_i g_i B_i A_i a_i                         [T, d]   LoraExperts._after_down, Dispatch.expand_collect
 
-For one token without gradients, `LoraExperts._decoded` computes all that follows the router.
+For one token without gradients, `LoraExperts._decoded` computes all that follows the router. With mixing "output", many
+tokens are computed some at a time (`tokens_at_once`), from W_g x to y.
 
 Legend: T tokens, n experts, k active experts, P = T·k pairs of token and expert, r rank, d hidden size, f the FFN's
 intermediate size, s the updates' scaling.
@@ -38,8 +39,7 @@ from torch import nn
 from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from ..utils.messages import InputError
-from .dispatch import Dispatch
-from .dispatch_choice import make_dispatch
+from .dispatch_choice import Routes
 from .experts import Experts
 from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
@@ -151,12 +151,10 @@ class MoELoraLayer(BaseTunerLayer):
                 )
         return running
 
-    def route(
-        self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
-    ) -> Dispatch | None:
+    def route(self, adapter_name: str, x_TD: torch.Tensor, mixes_outputs: bool = False) -> Routes | None:
         """
-        Route hidden states. Returns the batch's dispatch, which knows each (token, expert) pair and its gate, or None
-        if the adapter has a single expert, which every token gets.
+        Route hidden states. Returns each token's experts and gates, or None if the adapter has a single expert, which
+        every token gets.
 
         Args:
             mixes_outputs: whether the experts' complete outputs are mixed. Where somebody gives the factors of their
@@ -176,10 +174,9 @@ class MoELoraLayer(BaseTunerLayer):
             has_base, mixes_outputs = has_base or steering.has_base, mixes_outputs and steering.weights is None
             # Where no expert serves a token, its slot counts for none.
             record_choice(experts_TK.clamp(min=0), gates_TK * (experts_TK >= 0) if steering.has_base else gates_TK)
-        return make_dispatch(
-            experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs,
-            has_base,
-        )  # fmt: skip
+        return Routes(
+            experts_TK, gates_TK, spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs, has_base
+        )
 
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""

@@ -21,8 +21,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..adapter.dispatch import Dispatch
-from ..adapter.dispatch_choice import make_dispatch
+from ..adapter.dispatch_choice import Routes
 from ..adapter.experts import Experts
 from ..adapter.experts.base import empty_parameters
 from ..adapter.ffn_layout import FFNLayout
@@ -155,17 +154,14 @@ class Host(nn.Module):
     def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM
 
-    def route(
-        self, adapter: str, x_TM: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
-    ) -> Dispatch | None:
+    def route(self, adapter: str, x_TM: torch.Tensor, mixes_outputs: bool = False) -> Routes | None:
         spec, router = self.spec, self.moe_lora_router
         if router is None:
             return None
         gates_TK, experts_TK = router.choose(router(self.router_input(x_TM)), spec.top_k, spec.normalize_top_k)
-        return make_dispatch(
-            experts_TK, gates_TK.to(dtype), spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs,
-            spec.base_expert,
-        )  # fmt: skip
+        return Routes(
+            experts_TK, gates_TK, spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs, spec.base_expert
+        )
 
 
 # --- FFNs ---

@@ -7,6 +7,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moe_peft import MoELoraConfig, pin_dispatch
+from moe_peft.adapter import dispatch_choice
 from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gather, Sorted
 from moe_peft.adapter.dispatch_choice import choose_method
 from moe_peft.adapter.ffn_layout import find_layout
@@ -219,6 +221,28 @@ def test_any_number_of_tokens_trains(mixing, size, method):
     x, d_output = tensors(tokens)
     with pin_dispatch(method):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output))
+
+
+@pytest.mark.parametrize("tokens", [7, 8, 21])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mixing": "output"}, {"mixing": "projection"}, {"normalize_top_k": False, "num_shared_experts": 1},
+     {"base_expert": True, "num_experts": 5}, {"target_projections": ("up", "down")}],
+    ids=str,
+)  # fmt: skip
+def test_many_tokens_are_computed_some_at_a_time(settings, tokens, monkeypatch):
+    """Seven at once: routed, and their logits noted, once for all."""
+    few = replace(dispatch_choice.DEVICES["cpu"], tokens=7)
+    monkeypatch.setitem(dispatch_choice.DEVICES, "cpu", few)
+    if "target_projections" in settings:
+        settings = {**settings, "target_projections": projections_of("gated", "up")}
+    layer = ffn_layer("gated", **{"num_experts": 4, "top_k": 2, "r": 3, **settings})
+    calls = []
+    layer.router("default").register_forward_hook(lambda *_: calls.append(1))
+    x, d_output = tensors(tokens)
+    got = run(layer, x, d_output)
+    assert len(calls) == 1
+    assert_same(got, reference(layer, x, d_output))
 
 
 @pytest.mark.parametrize("n, r", [(4, 8), (16, 8), (16, 12)])

@@ -60,7 +60,8 @@ class BottleneckExperts(Experts):
 
     def _behind(self, ffn: FFNHost, adapter: str, x_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
         """One adapter's output. The residual is `(Σ_i g_i) h`, which is h where gates sum to 1."""
-        dispatch = ffn.route(adapter, x_TD, h_TD.dtype)
+        routes = ffn.route(adapter, x_TD)
+        dispatch = None if routes is None else routes.dispatch(h_TD.dtype)
         cast = torch.Tensor.to if dispatch is None else dispatch.cast
         D_NBD, U_NBD = (cast(weights[_NAME], h_TD.dtype) for weights in ffn.expert_parameters(adapter))
         inputs = ffn.dropped(adapter, h_TD, 1)  # one mask for all experts; the residual has none

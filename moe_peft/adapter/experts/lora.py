@@ -18,6 +18,7 @@ from ...utils.expert_likeness import update_gram
 from ...utils.messages import InputError
 from ...utils.torch_contexts import is_autocast, without_autocast
 from ..dispatch import Dispatch, Gather, statically_known
+from ..dispatch_choice import Routes, tokens_at_once
 from ..ffn_layout import FFNLayout
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
 from .base import Experts, FFNHost, LinearHost, Matrices, Shapes
@@ -51,21 +52,39 @@ class LoraExperts(Experts):
     def ffn_output(
         cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
+        layout, specs = ffn.layout, ffn.moe_lora_spec
+        # Updates of several adapters add up, as those of LoRAs: an adapter that mixes complete outputs comes last, so
+        # that all its experts have what others add.
+        if len(adapters) > 1:
+            adapters = sorted(adapters, key=lambda adapter: specs[adapter].mixes_outputs(layout))
+        routes = {adapter: ffn.route(adapter, x_TD, specs[adapter].mixes_outputs(layout)) for adapter in adapters}
+
+        # Where pairs have activations of their own, those of many tokens are computed some at a time.
+        last, tokens = routes[adapters[-1]], x_TD.shape[0]
+        step = tokens_at_once(x_TD) if last is not None and last.mixes_outputs else tokens
+        if tokens <= step:
+            return cls._ffn_output(ffn, x_TD, routes)
+        parts = [slice(start, start + step) for start in range(0, tokens, step)]
+        return torch.cat([
+            cls._ffn_output(ffn, x_TD[part], {name: of and of.of(part) for name, of in routes.items()})
+            for part in parts
+        ])  # fmt: skip
+
+    @classmethod
+    def _ffn_output(cls, ffn: FFNHost, x_TD: torch.Tensor, routes: Mapping[str, Routes | None]) -> torch.Tensor:
+        """The output of tokens that are routed: adapter → their routes."""
         layout, specs, done, z_TF = ffn.layout, ffn.moe_lora_spec, [], None
 
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
         #    once; experts only add low-rank updates to their outputs.
         pre = dict(zip(layout.inputs, ffn.input_projections(x_TD), strict=True))
 
-        # 2. Each adapter routes the tokens and adds its updates. As those of LoRAs, updates of several adapters add up:
-        #    an adapter that mixes complete outputs comes last, so that all its experts have what others add.
-        if len(adapters) > 1:
-            adapters = sorted(adapters, key=lambda adapter: specs[adapter].mixes_outputs(layout))
-        for adapter in adapters:
+        # 2. Each adapter adds its updates.
+        for adapter, of_adapter in routes.items():
             spec: LoraExperts = specs[adapter]
             pre, low = spec._with_shared(ffn, adapter, x_TD, pre), None
-            dispatch = ffn.route(adapter, x_TD, pre[layout.up].dtype, spec.mixes_outputs(layout))
-            if isinstance(dispatch, Gather) and len(adapters) == 1 and spec._is_decoding(ffn, adapter, dispatch):
+            dispatch = None if of_adapter is None else of_adapter.dispatch(pre[layout.up].dtype)
+            if isinstance(dispatch, Gather) and len(routes) == 1 and spec._is_decoding(ffn, adapter, dispatch):
                 return layout.drop(ffn.base_layer, spec._decoded(ffn, adapter, dispatch, x_TD, pre))
             if dispatch is None or not dispatch.mixes_outputs:  # `Wx + s Σ g_i B_i A_i x` on each projection
                 in_place = all(may_overwrite(ffn.projection(name)) for name in pre)
@@ -101,7 +120,8 @@ class LoraExperts(Experts):
     def linear_output(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
-        dispatch = layer.route(adapter, x_TM, y_TM.dtype)
+        routes = layer.route(adapter, x_TM)
+        dispatch = None if routes is None else routes.dispatch(y_TM.dtype)
         base = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
         return self._updated(layer, adapter, dispatch, x_TM, base, in_place)["weight"]
 

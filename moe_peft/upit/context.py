@@ -20,8 +20,7 @@ from ..utils.io import check_weights, hash_file
 from ..utils.loading import changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
-from .recipe_fields import TRAINED
-from .recipe_rules import Recipe
+from .recipe import TRAINED, Recipe
 
 
 @dataclass(frozen=True)

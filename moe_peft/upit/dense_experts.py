@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import SFTConfig
 
 from ..models.attention_init import check_attention, init_attention_routers
 from ..models.gate_init import dense_gates
 from ..models.gates import fold_routers
 from ..models.native_routers import replace_routers
-from ..native.expert_init import FFN
-from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.folders import DenseFolder, open_dense, open_folder
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions
 from ..native.safetensors_io import Checkpoint, ShardedWriter
@@ -28,14 +26,13 @@ from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
 from ..training.scoring import to_device
 from ..utils.distributed import on_main_process
-from ..utils.expert_likeness import value_gram
 from ..utils.loading import empty_model, without_zero3
 from ..utils.messages import InputError
 from ..utils.validation import prefixed
 from .expand import expand_checkpoints
 from .expansion import Descent
 from .experts import Batches, ExpertKind, Load
-from .files import finish_native, link_model, write_without, written_experts
+from .files import finish_native, link_model, write_without
 from .routing_vectors import VECTORS, put_vectors
 
 logger = logging.getLogger("moe_peft")
@@ -45,7 +42,6 @@ class DenseExperts(ExpertKind):
     """Experts that are complete FFNs, each in a dense model."""
 
     output = "model"
-    compared = "their differences from the base's FFNs"
     part = ".mlp."
     copy = staticmethod(link_model)
 
@@ -59,7 +55,7 @@ class DenseExperts(ExpertKind):
     def scored(load: Load, folders: Sequence[Path]) -> Iterator[PreTrainedModel]:
         yield from (load(folder) for folder in folders)
 
-    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int) -> list[Descent]:
         section = self.recipe.expand
         return expand_checkpoints(
             experts,
@@ -84,45 +80,6 @@ class DenseExperts(ExpertKind):
                     total += other.tensor(other.stored_name(name, tied)).double()
                 writer.write(name, total / len(experts))
         copy_companions(self.base.folder, folder, TERMS)
-
-    def gram(self, folder: Path) -> torch.Tensor | None:
-        """Inner products of displacements from the base's FFNs: of a stage's dense models, or of its MoE's experts."""
-        experts, moe = written_experts(folder), folder / self.output
-        if not experts and not moe.is_dir():
-            return None
-        config = AutoConfig.from_pretrained(self.base.folder)
-        dense = find_families(config.model_type)[0]
-        if experts:
-            models = [Checkpoint(expert) for expert in experts]
-            layers = list(range(config.num_hidden_layers))
-            return self._displacements(
-                dense, layers, lambda layer: (dense.ffn(layer).split(model.tensor) for model in models)
-            )
-        moe_config = AutoConfig.from_pretrained(moe)
-        if moe_config.model_type not in FAMILIES:
-            return None
-        family, checkpoint = FAMILIES[moe_config.model_type], Checkpoint(moe)
-        layers = [layer for layer in range(moe_config.num_hidden_layers) if family.has_experts(moe_config, layer)]
-        count = range(getattr(moe_config, family.count))
-        return self._displacements(
-            dense, layers, lambda layer: (family.read_expert(layer, i, checkpoint.tensor) for i in count)
-        )
-
-    def _displacements(
-        self, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterable[FFN]]
-    ) -> torch.Tensor | None:
-        """Inner products over all layers; None if the experts are narrower than the base's FFN."""
-        origin, total = Checkpoint(self.base.folder), None
-        for layer in layers:
-            before, ffns = dense.ffn(layer).split(origin.tensor), list(experts(layer))
-            for name in FFN._fields:
-                start = getattr(before, name).float()
-                weights = [getattr(ffn, name).float() for ffn in ffns]
-                if any(weight.shape != start.shape for weight in weights):
-                    return None
-                gram = value_gram(torch.stack([(weight - start).flatten() for weight in weights]))
-                total = gram if total is None else total + gram
-        return total
 
     # --- stages 1 and 3 ---------------------------------------------------------------------------------------------
 
@@ -246,7 +203,7 @@ class DenseExperts(ExpertKind):
         models: Any = list(experts)
         if not r.facts.prepares:
             models = self.base.folder
-        elif r.copies and routers is None:  # stage 3 makes even copies differ
+        elif r.facts.copies:
             models = models[:1]
         upcycle(models, folder, r.upcycle_config(seed=seed, **overrides), calibration=calibration)
 

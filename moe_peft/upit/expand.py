@@ -35,7 +35,6 @@ def expand_experts(
     similarity: Similarity = "update",
     drop_rate: float = 0.2,
     seed: int = 0,
-    initial: str | Path | None = None,
 ) -> tuple[list[Path], list[Descent]]:
     """
     Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.upit.expansion.expand`).
@@ -46,11 +45,9 @@ def expand_experts(
         num_experts: how many there are afterwards.
         method: how parents are chosen: `"genetic"`: the pair that is least similar; `"random"`: any; `"none"`: there is
             no expansion, and more experts than there are raise an error.
-        similarity: what is compared for this: the LoRAs' `"update"` B A, their `"values"`, or their `"displacement"`
-            from `initial`.
+        similarity: what is compared for this: the LoRAs' `"update"` B A, or their `"values"`.
         drop_rate: the share of values that merging drops (DARE).
         seed: of what is drawn.
-        initial: the untrained adapter that they all started from, for `similarity="displacement"`.
 
     Returns:
         the n folders, and the descent of each new expert.
@@ -86,10 +83,6 @@ def expand_experts(
     folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
-    initial_weights = None
-    if initial is not None:
-        _config(initial)  # a LoRA's
-        initial_weights = read_adapter_weights(initial, f"expand_experts: {initial}")
     family, descents = expand(
         weights,
         num_experts,
@@ -97,7 +90,6 @@ def expand_experts(
         similarity=similarity,
         drop_rate=drop_rate,
         seed=seed,
-        initial=initial_weights,
         scaling=lora_scalings(config, weights[0]),
     )
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
@@ -110,7 +102,7 @@ def expand_experts(
 
 def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
     """The first adapter's, with which the others agree in what an update is."""
-    configs = [_config(folder) for folder in folders]
+    configs = [open_folder(folder, "expand_experts", LoraFolder).config for folder in folders]
     for folder, config in zip(folders, configs, strict=True):
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
             first, value = getattr(configs[0], field), getattr(config, field)
@@ -119,10 +111,6 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
                     f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; they must agree"
                 )
     return configs[0]
-
-
-def _config(folder: str | Path) -> LoraConfig:
-    return open_folder(folder, "expand_experts", LoraFolder).config
 
 
 # --- dense checkpoints -----------------------------------------------------------------------------------------------

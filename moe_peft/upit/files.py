@@ -30,11 +30,6 @@ def expert_folders(root: Path, count: int, sources: Sequence[str | Path] = ()) -
     return folders
 
 
-def written_experts(root: Path) -> list[Path]:
-    """The folders of experts that a stage wrote, in order, without what tools leave beside them."""
-    return sorted((path for path in root.glob("experts/*") if path.name.isdigit()), key=lambda path: int(path.name))
-
-
 def copy_adapter(source: Path, target: Path) -> None:
     """Copy an adapter's config and weights, without anything else in its folder."""
     target.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
-from ..training.checkpointing import MARKER
 from ..training.preflight import preflight, refuse_arguments
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
@@ -35,7 +33,7 @@ from .dense_experts import DenseExperts
 from .evaluate import Evaluate
 from .experts import ExpertKind
 from .lora_experts import LoraExperts
-from .recipe_rules import Recipe
+from .recipe import Recipe
 from .stage_cache import MANIFEST, Artifacts, Stage, is_run, outlook, run_stage
 from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
 
@@ -90,7 +88,6 @@ class UpIT:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.context = RunContext(recipe, MODES[recipe.mode].kind(recipe))
-        self.seconds: dict[str, float] = {}  # that stages took in this process, by name
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -151,11 +148,8 @@ class UpIT:
             on_main_process(lambda: str(stack.enter_context(folder)))
             self.context.records = {}
             for number, stage in enumerate(self.stages, start=1):
-                begin, is_done = time.perf_counter(), (stage.folder / MARKER).is_file()
                 with _tracked(self.root, stage.name):
                     self.records[stage.name] = run_stage(stage, redo, f"stage {number} of {len(self.stages)}")
-                if not is_done:
-                    self.seconds[stage.name] = time.perf_counter() - begin
                 free_memory()
             on_main_process(self._publish)
         return self.result

@@ -51,7 +51,7 @@ from .dense_experts import DenseExperts
 from .experts import ExpertKind, Load
 from .files import expert_folders
 from .lora_experts import LoraExperts
-from .recipe_fields import TRAINED
+from .recipe import TRAINED
 from .routing_vectors import is_vector, moved, record_scores
 
 logger = logging.getLogger("moe_peft")

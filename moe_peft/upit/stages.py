@@ -33,8 +33,7 @@ from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
 from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
-from .recipe_fields import TRAINED
-from .recipe_rules import FROM_EXPERTS, Recipe
+from .recipe import FROM_EXPERTS, TRAINED, Recipe
 from .router_init import init_routers
 from .stage_cache import Artifacts, Stage
 
@@ -100,7 +99,6 @@ class TrainerStage(Stage):
                 for name, value in self.recipe.adapter.items()
                 if not self.trains_loras or name in FROM_EXPERTS or name == "lora_dropout"
             },
-            "prepare.experts": "copies" if self.recipe.copies else "checkpoints",
         }
 
     def hashes(self) -> dict[str, Any]:
@@ -176,7 +174,7 @@ class Prepare(TrainingStage):
             return replace(self.given, model=self.folder / self.kind.output)
         experts = self.recipe.assembled_from(expert_folders(self.folder, self._selection()[0]))
         tokenizer = self.folder / _TOKENIZER if self.recipe.facts.averages else None
-        return replace(self.given, experts=experts, tokenizer=tokenizer, initial=self.kind.initial(self.folder))
+        return replace(self.given, experts=experts, tokenizer=tokenizer)
 
     def check(self) -> None:
         if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
@@ -212,12 +210,9 @@ class Prepare(TrainingStage):
             on_main_process(lambda: copy_companions(prepared.trained.last, tokenizer))
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"
-
     def _selection(self) -> tuple[int, int | None, str]:
         """How many experts, from how many checkpoints, chosen how."""
-        if not self.recipe.facts.collects or self.recipe.copies:
+        if not self.recipe.facts.collects or self.recipe.facts.copies:
             return 1, 1, "uniform"
         section = self.recipe.prepare
         return self.recipe.given_experts(), section.num_checkpoints, section.selection
@@ -239,12 +234,8 @@ class Expand(Stage):
         return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
 
     def run(self, folder: Path) -> dict[str, Any]:
-        given = self.given
-        descents = on_main_process(lambda: self.kind.merge(given.experts, folder, self.seed, given.initial))
+        descents = on_main_process(lambda: self.kind.merge(self.given.experts, folder, self.seed))
         return {"descents": [asdict(descent) for descent in descents]}
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
 
 
 class Mean(Stage):
@@ -272,9 +263,6 @@ class Mean(Stage):
         else:
             self.context.base.tokenizer.save_pretrained(output)
         write_card(self, output)
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return f"the mean of {metrics['experts']} experts"
 
 
 class RouterInit(TrainingStage):
@@ -375,11 +363,6 @@ class RouterInit(TrainingStage):
             f"about {passes}"
         )
 
-    def describe(self, metrics: dict[str, Any]) -> str:
-        made = f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
-        moved = metrics.get("vectors_moved")
-        return f"{made}; vectors moved by {100 * sum(moved) / len(moved):.0f} % of their length" if moved else made
-
 
 class PostTrain(TrainingStage):
     """Stage 4: the assembled MoE is fine-tuned."""
@@ -450,9 +433,6 @@ class PostTrain(TrainingStage):
         on_main_process(lambda: self.kind.finish(output, model))
         on_main_process(lambda: write_card(self, output))
         return {**metrics(trained), "size": asdict(size)}
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return "the MoE"
 
 
 def write_card(stage: Stage, folder: Path) -> None:

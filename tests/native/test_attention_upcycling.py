@@ -255,8 +255,8 @@ def test_a_recipe_starts_from_attention_gates(method, options, tokenizer, tmp_pa
 def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path):
     case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention"}
-    for options in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
-        with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
+    for options in ({}, {"method": "self_moe", "prepare": {}}):
+        with pytest.raises(ValueError, match=r"moe.router_init='attention': must be "):
             recipe_from_dict({**case, **options, "moe": moe})
 
 
@@ -271,7 +271,7 @@ def test_recipes_refuse_a_base_without_such_attention_before_any_stage(tokenizer
 def test_recipes_refuse_independent_parts_where_stage_3_makes_their_gates(tokenizer, tmp_path):
     case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "fine_grained_split": "independent"}
-    with pytest.raises(ValueError, match=r"moe.fine_grained_split='independent': must be 'partition': stage 3 makes"):
+    with pytest.raises(ValueError, match=r"moe.fine_grained_split='independent': must be .*: stage 3 makes the gates"):
         recipe_from_dict({**case, "moe": {**moe, "granularity": 2}})
     with pytest.raises(ValueError, match="fine_grained_split='independent': granularity=1 splits no expert"):
         recipe_from_dict({**case, "moe": moe})

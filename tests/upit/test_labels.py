@@ -120,9 +120,11 @@ def test_the_trait_says_whether_a_router_has_parameters():
 def test_routers_without_parameters_are_not_trained_by_themselves(case):
     own = {"adapter": {"router_type": "locmoe"}}
     for trains in (True, False):
-        with pytest.raises(ValueError, match=r"^adapter.router_type='locmoe': stage 3 makes linear .*buckets=none$"):
+        with pytest.raises(
+            ValueError, match=r"^adapter.router_type='locmoe': must be left out: stage 3 makes .*buckets=none$"
+        ):
             recipe(case, **own, router_init={"train_experts": trains})
-    alone = r"^adapter.router_type='locmoe': these routers have no parameters; use others: .* trains nothing else$"
+    alone = r"^post_train: these routers have no parameters; use others: .* trains nothing else$"
     with pytest.raises(ValueError, match=alone):
         recipe(case, **own, method="self_moe")
     with pytest.raises(ValueError, match=alone):

@@ -14,12 +14,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import SFTConfig
 
-from ..models.attention_init import check_attention, init_attention_routers
+from ..models.attention_init import init_attention_routers
 from ..models.gate_init import dense_gates
 from ..models.gates import fold_routers
 from ..models.native_routers import replace_routers
 from ..native.folders import DenseFolder, open_dense, open_folder
-from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions
+from ..native.model_folder import NOT_WEIGHTS, TERMS, copy_companions
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..native.upcycle import UpcycleConfig, check_same_architecture, mean_model, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
@@ -32,7 +32,7 @@ from ..utils.validation import prefixed
 from .expand import expand_checkpoints
 from .expansion import Descent
 from .experts import Batches, ExpertKind, Load
-from .files import finish_native, link_model, write_without
+from .files import finish_native, link_model, mean_weight, write_without
 from .routing_vectors import VECTORS, put_vectors
 
 logger = logging.getLogger("moe_peft")
@@ -69,16 +69,12 @@ class DenseExperts(ExpertKind):
 
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
         """A dense model with the mean weights, one tensor in memory at a time."""
-        first, *others = (Checkpoint(expert) for expert in experts)
+        models = [Checkpoint(expert) for expert in experts]
         link_model(experts[0], folder, weights=False)
-        names = [name for name in first if not name.endswith(NOT_WEIGHTS)]
-        with ShardedWriter(folder, {name: (first.dtype(name), first.shape(name)) for name in names}) as writer:
+        names = [name for name in models[0] if not name.endswith(NOT_WEIGHTS)]
+        with ShardedWriter(folder, {name: (models[0].dtype(name), models[0].shape(name)) for name in names}) as writer:
             for name in names:
-                tied = EMBEDDINGS if name == HEAD else None  # a tied head may be stored or not
-                total = first.tensor(name).double()
-                for other in others:
-                    total += other.tensor(other.stored_name(name, tied)).double()
-                writer.write(name, total / len(experts))
+                writer.write(name, mean_weight(models, name))
         copy_companions(self.base.folder, folder, TERMS)
 
     # --- stages 1 and 3 ---------------------------------------------------------------------------------------------
@@ -134,21 +130,8 @@ class DenseExperts(ExpertKind):
         r = self.recipe
         base = open_dense(str(self.base.folder), r.moe.get("family"))
         self.put_routers(empty_model(self._config(self.base.config), "moe"), seed)
-        self._check_attention()
         for folder in r.prepare.folders or []:
             check_same_architecture(open_dense(folder, r.moe.get("family")), base)
-
-    def _check_attention(self) -> None:
-        """Raise if the base's attention cannot initialize the routers, which happens after stage 1."""
-        r, config = self.recipe, self.recipe.upcycle_config()
-        if not self._by_attention:
-            return
-        n, heads = config.num_gates, config.router_num_heads
-        if router := r.post_train.router:
-            n = r.routed[0]
-            heads = router.get("num_heads") or heads or n
-        with prefixed("moe.router_init='attention'"):
-            check_attention(self.base.empty(), n, heads, linear=router.get("type") != "attention")
 
     def calibration(
         self, experts: Sequence[Path], data: Dataset, args: SFTConfig, seed: int

@@ -141,7 +141,8 @@ class Evaluate(TrainerStage):
             return f"{name}.sft.chat_template_path", sft["chat_template_path"]
         return super().template
 
-    def examples(self) -> Dataset | None:
+    def examples(self) -> Dataset:
+        assert self.context.eval_data is not None  # or the stage would not be wanted
         return self.context.eval_data
 
     def example_arguments(self, **overrides: Any) -> SFTConfig:
@@ -161,12 +162,12 @@ class Evaluate(TrainerStage):
         return {**super().settings(), "label mask": self.label_mask}
 
     def run(self, folder: Path) -> dict[str, Any]:
-        assert self.given.model is not None and self.context.eval_data is not None
+        assert self.given.model is not None
         args = self.arguments()
         model, base = self.kind.load_result(self.given.model, self.seed)
         measured = evaluate(
             model,
-            self.context.eval_data,
+            self.examples(),
             args,
             self.context.base.tokenizer,
             self.recipe.data.label_column,

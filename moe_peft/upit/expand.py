@@ -16,12 +16,12 @@ from transformers import AutoConfig
 from ..adapter.lora_conversion import lora_scalings
 from ..native.families import find_families
 from ..native.folders import LoraFolder, open_folder
-from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
+from ..native.model_folder import NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 from .expansion import Descent, Expansion, Similarity, dare_tensor, expand
-from .files import copy_adapter, expert_folders, link_model, write_adapter
+from .files import copy_adapter, expert_folders, link_model, mean_weight, write_adapter
 
 # --- LoRA adapters ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ def expand_checkpoints(
     def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
         folder = next(new_folders)
         link_model(a.folder, folder, weights=False)
-        checkpoint, other = a.checkpoint, b.checkpoint
+        checkpoint = a.checkpoint
         others = [name for name in checkpoint if name not in a.names and not name.endswith(NOT_WEIGHTS)]
         plan = {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in (*a.names, *others)}
         with ShardedWriter(folder, plan) as writer:
@@ -172,8 +172,7 @@ def expand_checkpoints(
                 moved = dare_tensor(a[name], b[name], alpha, rate, generator)
                 writer.write(name, origin.tensor(name).float() + moved)
             for name in others:
-                same = other.stored_name(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
-                writer.write(name, (checkpoint.tensor(name).double() + other.tensor(same).double()) / 2)
+                writer.write(name, mean_weight([checkpoint, b.checkpoint], name))
         return _Displacements(folder, origin, names)
 
     for folder, target in zip(experts, folders, strict=False):

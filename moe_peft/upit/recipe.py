@@ -23,7 +23,7 @@ from ..models.gate_init import GATE_INITS
 from ..models.native_routers import check_router
 from ..native.base import Base
 from ..native.upcycle import UpcycleConfig
-from ..routing.expert_map import check_allowed, read_expert_map
+from ..routing.expert_map import read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.messages import InputError, choice_error, unknown_key
@@ -422,35 +422,19 @@ class Recipe(Settings):
             self._forbid("moe.fine_grained_split", split, gates)
 
     def _check_stage_4(self) -> None:
-        """What would be known, or computed wrongly, only after the stages before it."""
+        """What it would not do as the recipe says, or say clearly, and that after the stages before it."""
         if not self.facts.assembles:
             return
         if self.mode == "lora":
             stacked = self.facts.prepares and not EXPERTS[self.moe_config().expert_type].holds_loras
             self._forbid("adapter.expert_type", stacked, f"'lora' with the method {self.method!r}, which stacks LoRAs")
-        else:
-            self._check_moe()
+        elif self.post_train.router:
+            with prefixed("post_train.router"):
+                check_router(RouterSettings(**self.post_train.router), *self.routed)
         if not self._router.has_parameters and not self.trains_experts:
             raise InputError("post_train: these routers have no parameters; use others: stage 4 trains nothing else")
-        if (expert_map := self.expert_map) is not None:
-            labels = "set for post_train.sft.expert_map"
-            self._forbid("data.label_column", self.data.label_column is None, labels)
-            if self.masks_labels:
-                check_allowed(expert_map, self._fewest_allowed(), "post_train.sft.router_label_mask=True")
-
-    def _check_moe(self) -> None:
-        """Mode `ffn`: what upcycling and its routers need of the stages before them."""
-        init, router = self.moe.get("router_init"), self.post_train.router
-        one_checkpoint = self.moe.get("init") == "checkpoints" and not self.facts.specializes
-        self._forbid("moe.init", one_checkpoint, "another: this method has one checkpoint")
-        several = init == "attention" and self.facts.specializes
-        self._forbid("moe.router_init", several, "another: attention gates are those of one dense model")
-        self._forbid("moe.router_init", init in GATE_INITS, "another: a recipe has no texts for each expert")
-        if router:
-            with prefixed("post_train.router"):
-                check_router(RouterSettings(**router), *self.routed)
-            unused = init == "attention" and not self._router.takes_attention
-            self._forbid("moe.router_init", unused, "left out: attention does not initialize that post_train.router")
+        unlabeled = self.expert_map is not None and self.data.label_column is None
+        self._forbid("data.label_column", unlabeled, "set for post_train.sft.expert_map")
 
     def _check_number_of_experts(self) -> None:
         n, m, method = self.num_experts, self.given_experts(), self.expand.method
@@ -555,12 +539,6 @@ class Recipe(Settings):
             return self.num_experts, self.moe_config().top_k
         c = self.upcycle_config()
         return c.num_experts * c.granularity - c.num_shared_experts, c.top_k * c.granularity - c.num_shared_experts
-
-    def _fewest_allowed(self) -> int:
-        """How many experts a label needs: those of a token, or one if routers may leave experts out."""
-        n, k = self.routed
-        k = self._router.only_top_k or k
-        return 1 if self._router.leaves_out or k == n else k
 
     def upcycle_config(self, **overrides: Any) -> UpcycleConfig:
         """The native MoE's configuration."""

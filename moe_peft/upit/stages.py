@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedModel
 from trl import SFTConfig
@@ -22,7 +21,7 @@ from ..training.labels import unknown_labels
 from ..training.resuming import Trained
 from ..training.schedule import steps_in_epoch
 from ..training.trainable import train_only
-from ..training.trainers import MoESFTConfig, check_padding
+from ..training.trainers import MoESFTConfig
 from ..utils.distributed import on_main_process
 from ..utils.messages import InputError, arguments_error
 from ..utils.model_card import write_model_card
@@ -40,7 +39,6 @@ from .stage_cache import Artifacts, Stage
 _TOKENIZER = "tokenizer"  # in the folder of stage 1, for the mean of its experts
 ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
 _FEW_STEPS = 30  # of an expert's routing vectors; with fewer, they stay close to random ones
-_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
 class TrainerStage(Stage):
@@ -109,7 +107,7 @@ class TrainerStage(Stage):
         """The field that names its chat template, and what it names."""
         return self.field("chat_template_path"), self.sft.get("chat_template_path")
 
-    def examples(self) -> Dataset | None:
+    def examples(self) -> Dataset:
         """What its trainer gets."""
         return self.context.train_data
 
@@ -141,10 +139,17 @@ class TrainingStage(TrainerStage):
 
     def steps(self, rows: int, processes: int) -> int:
         """Optimizer steps for `rows` training rows."""
-        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        drop_last = bool(self.sft.get("dataloader_drop_last"))
+        return math.ceil(
+            self.epochs * self._steps_in_epoch(rows, processes, bool(self.sft.get("dataloader_drop_last")))
+        )
+
+    def _steps_in_epoch(self, rows: int, processes: int, drop_last: bool) -> int:
+        batch, accumulated = (
+            self.sft.get(name, getattr(SFTConfig, name))
+            for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        )
         with prefixed(f"{self.name}.sft"):
-            return math.ceil(self.epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
+            return steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0]
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
@@ -175,10 +180,6 @@ class Prepare(TrainingStage):
         experts = self.recipe.assembled_from(expert_folders(self.folder, self._selection()[0]))
         tokenizer = self.folder / _TOKENIZER if self.recipe.facts.averages else None
         return replace(self.given, experts=experts, tokenizer=tokenizer)
-
-    def check(self) -> None:
-        if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
-            self.steps(len(self.context.train_data), PartialState().num_processes)
 
     def steps(self, rows: int, processes: int) -> int:
         steps = super().steps(rows, processes)
@@ -347,10 +348,8 @@ class RouterInit(TrainingStage):
         return self.recipe.num_experts * self._steps_per_expert(rows, processes)
 
     def _steps_per_expert(self, rows: int, processes: int) -> int:
-        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
-        steps = steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
-        return self.recipe.router_init.num_train_epochs * steps
+        return self.recipe.router_init.num_train_epochs * self._steps_in_epoch(bucket, processes, drop_last=False)
 
     def advice(self, rows: int, processes: int) -> str:
         steps, section = self._steps_per_expert(rows, processes), self.recipe.router_init
@@ -391,11 +390,7 @@ class PostTrain(TrainingStage):
         return super().arguments(**overrides)
 
     def check(self) -> None:
-        r, sft = self.recipe, self.sft
-        packed = bool(sft.get("packing") or sft.get("padding_free"))
-        check_padding("post_train.sft.", sft.get("pad_to_multiple_of"), packed and "expert_map" not in sft)
-        if not sft.get("packing"):
-            self.steps(len(self.context.train_data), PartialState().num_processes)
+        r = self.recipe
         column, expert_map = r.data.label_column, r.expert_map
         if expert_map is None or column is None:
             return

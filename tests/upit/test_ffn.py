@@ -291,7 +291,6 @@ def test_plan_counts_what_is_trained(case, upit):
     ({"moe": {"dtype": "bf16"}}, "dtype='bf16': must be one of float32"),
     ({"moe": {"top_k": "two"}}, "moe.top_k='two': must be a valid integer"),
     ({"moe": {"router_aux_loss_coef": -1}}, "router_aux_loss_coef=-1: must be from 0"),
-    ({"method": "upcycle_sft", "moe": {"init": "checkpoints"}}, "moe.init='checkpoints': must be another"),
     ({"mode": "lora", "moe": {"top_k": 2}}, r"moe=\{'top_k': 2\}: must be left out"),
     ({"mode": "lora", "moe": {}, "prepare": {"checkpoints": ["x"]}}, r"prepare.checkpoints=\['x'\]: must be left out"),
 ])  # fmt: skip

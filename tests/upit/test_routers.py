@@ -136,22 +136,6 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
             {"mode": "lora", "method": "loramoe_pt", "moe": {}},
             "must be left out in the mode 'lora': ",
         ),
-        (
-            {"post_train": {"router": {"type": "mlp"}}, "moe": {"router_init": "attention"}},
-            "moe.router_init='attention': must be left out: attention does not initialize that post_train.router",
-        ),
-        (  # 3 of 4 heads' 32 entries cannot be; found before any stage, as in the next two
-            {"post_train": {"router": {}}, "moe": {"router_init": "attention", "router_num_heads": 3}},
-            "moe.router_init='attention': init_attention_routers: num_heads=3: must divide",
-        ),
-        (
-            {"post_train": {"router": {"type": "switch"}}, "moe": {"router_init": "attention", "router_num_heads": 3}},
-            "moe.router_init='attention': init_attention_routers: num_heads=3: must divide",
-        ),
-        (
-            {"post_train": {"router": {}}, "moe": {"router_init": "attention", "router_num_heads": 8}},
-            "moe.router_init='attention': init_attention_routers: num_heads=8: a linear gate takes at most num_exp",
-        ),
     ],
 )
 def test_routers_that_cannot_be_are_refused(own, message, tmp_path, tokenizer):

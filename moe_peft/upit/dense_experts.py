@@ -108,8 +108,8 @@ class DenseExperts(ExpertKind):
         to_device(mean)
         return [weight.float() for weight in dense_gates(mean, way, texts, len(folders))]
 
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
-        return self.add_vectors(base, self.base.folder, self.routed_modules(base, ()), seed)
+    def planned_with_vectors(self, base: PreTrainedModel) -> PreTrainedModel:
+        return self.add_vectors(base, self.base.folder, self.routed_modules(base, ()), seed=0)
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
 
@@ -126,10 +126,10 @@ class DenseExperts(ExpertKind):
         """Whether the base's attention initializes the routers."""
         return self.recipe.moe.get("router_init") == "attention"
 
-    def check_base(self, seed: int) -> None:
+    def check_base(self) -> None:
         r = self.recipe
         base = open_dense(str(self.base.folder), r.moe.get("family"))
-        self.put_routers(empty_model(self._config(self.base.config), "moe"), seed)
+        self.put_routers(empty_model(self._config(self.base.config), "moe"))
         for folder in r.prepare.folders or []:
             check_same_architecture(open_dense(folder, r.moe.get("family")), base)
 
@@ -190,17 +190,17 @@ class DenseExperts(ExpertKind):
             models = models[:1]
         upcycle(models, folder, r.upcycle_config(seed=seed, **overrides), calibration=calibration)
 
-    def planned(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
+    def planned(self, base: PreTrainedModel) -> PreTrainedModel:
         with base.device:
             native = AutoModelForCausalLM.from_config(self._config(base.config), dtype=base.dtype)
-        self.put_routers(native, seed)
+        self.put_routers(native)
         return native
 
     def _config(self, base: PreTrainedConfig) -> PreTrainedConfig:
         """The native MoE's config."""
         return upcycled_config(base, self.recipe.upcycle_config())[1]
 
-    def put_routers(self, model: PreTrainedModel, seed: int) -> None:
+    def put_routers(self, model: PreTrainedModel, seed: int = 0) -> None:
         """Replace a native MoE's gates by the recipe's routers, with random values."""
         if router := self.recipe.post_train.router:
             with prefixed("post_train.router"):

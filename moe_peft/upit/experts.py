@@ -112,7 +112,7 @@ class ExpertKind(ABC):
         """Gates [n, d] for each routed module, made without training from texts of each expert; see `init_gates`."""
 
     @abstractmethod
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> TrainedModel:
+    def planned_with_vectors(self, base: PreTrainedModel) -> TrainedModel:
         """What stage 3 trains of one expert."""
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class ExpertKind(ABC):
         return {}
 
     @abstractmethod
-    def check_base(self, seed: int) -> None:
+    def check_base(self) -> None:
         """Raise a `ValueError` if the base, or given experts, cannot become what the recipe asks for."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class ExpertKind(ABC):
         """
 
     @abstractmethod
-    def planned(self, base: PreTrainedModel, seed: int) -> TrainedModel:
+    def planned(self, base: PreTrainedModel) -> TrainedModel:
         """The MoE, with new values."""
 
     def finish(self, folder: Path, model: Any) -> None:  # noqa: B027

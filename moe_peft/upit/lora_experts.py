@@ -167,20 +167,20 @@ class LoraExperts(ExpertKind):
         init_gates(moe, way, texts)
         return [weight.detach().float().cpu() for weight in router_parameters(moe).values()]
 
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PeftModel:
+    def planned_with_vectors(self, base: PreTrainedModel) -> PeftModel:
         config = self._moe_config(base)
         lora = LoraConfig(
             r=config.r, target_modules=ffn_projections(base, config.target_projections), modules_to_save=[VECTORS],
             task_type="CAUSAL_LM",
         )  # fmt: skip
-        put_vectors(base, routed_ffns(base), seed)
+        put_vectors(base, routed_ffns(base), seed=0)
         with base.device:
             return get_peft_model(base, lora)
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
 
-    def check_base(self, seed: int) -> None:
-        self.planned(self.base.empty(), seed)  # raises for an adapter that the base cannot have
+    def check_base(self) -> None:
+        self.planned(self.base.empty())  # raises for an adapter that the base cannot have
         own = base_named(self.base.name_or_path, self.base.revision)
         for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
             config = open_folder(path, "prepare.adapters", LoraFolder).config
@@ -208,7 +208,7 @@ class LoraExperts(ExpertKind):
             set_routers(moe, [weights[str(i)] for i in range(len(weights))])
         return moe
 
-    def planned(self, base: PreTrainedModel, seed: int) -> PeftModel:
+    def planned(self, base: PreTrainedModel) -> PeftModel:
         with base.device:
             return get_peft_model(base, self._moe_config(base))
 

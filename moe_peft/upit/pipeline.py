@@ -178,13 +178,10 @@ class UpIT:
         for stage in self.stages:
             stage.check()
         for trainer in self.trainer_stages:
-            trainer.check_length()
             args, section = trainer.example_arguments(**overrides), f"{trainer.name}." if trainer.section_sft else ""
             preflight(args, trainer.examples(), self.context.base.tokenizer, f"{section}sft", weights)
         if weights:
             self.context.check_base()
-            for stage in self.stages:
-                stage.check_base()
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "resumes", or "again" and why."""

@@ -92,9 +92,6 @@ class Stage(ABC):
     def check(self) -> None:  # noqa: B027  (most stages have nothing to check)
         """Before any stage runs, and for a plan: raise a `ValueError` if the recipe does not fit the data."""
 
-    def check_base(self) -> None:  # noqa: B027
-        """Before any stage runs, maybe by reading weights: raise a `ValueError` if the recipe does not fit the base."""
-
     @property
     def folder(self) -> Path:
         return self.context.root / self.name

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig
 
 from ..models.layer import router_parameters
@@ -64,8 +65,8 @@ class TrainerStage(Stage):
         """The path in the recipe of one of its training arguments."""
         return f"{self.name + '.' if name in self.section_sft else ''}sft.{name}"
 
-    def check_length(self) -> None:
-        """Raise if examples may be longer than what the base takes."""
+    def check(self) -> None:
+        """Examples may not be longer than what the base takes."""
         length, most = self.sft["max_length"], self.context.positions
         if most is not None and (length is None or (isinstance(length, int) and length > most)):
             raise InputError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
@@ -289,11 +290,12 @@ class RouterInit(TrainingStage):
         return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
 
     def planned(self, base: PreTrainedModel) -> Any:
-        model = self.kind.planned_with_vectors(base, self.seed)
+        model = self.kind.planned_with_vectors(base)
         self.kind.train(model, self.recipe.router_init.train_experts)
         return model
 
     def check(self) -> None:
+        super().check()
         rule, r = self.recipe.router_init.rule, self.recipe
         if rule is not None and rule.needs_labels and not rule.needs_perplexities:
             labels = self.context.train_data[r.data.label_column]
@@ -390,7 +392,10 @@ class PostTrain(TrainingStage):
         return super().arguments(**overrides)
 
     def check(self) -> None:
+        super().check()
         r = self.recipe
+        if (router := r.post_train.router) and is_deepspeed_zero3_enabled():
+            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         column, expert_map = r.data.label_column, r.expert_map
         if expert_map is None or column is None:
             return
@@ -401,18 +406,11 @@ class PostTrain(TrainingStage):
             if unknown:
                 raise InputError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
 
-    def check_base(self) -> None:
-        router = self.recipe.post_train.router
-        plugin = self.arguments().deepspeed_plugin if router else None
-        if plugin is not None and plugin.zero_stage == 3:
-            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
-        self.kind.check_base(self.seed)
-
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **self.kind.settings()}
 
     def planned(self, base: PreTrainedModel) -> Any:
-        model = self.kind.planned(base, self.seed)
+        model = self.kind.planned(base)
         if not self.recipe.trains_experts:
             train_only(model, router_parameters(model))
         return model

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from moe_peft.cli import COMMANDS, main
-from moe_peft.upit.recipe_fields import RecipeFields
+from moe_peft.upit import Recipe
 from moe_peft.utils.validation import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def all_help() -> str:
 def recipe_fields() -> str:
     """A recipe with every field at its default, and what its description says: the block of docs/api/upit-fields.md."""
     lines: list[str] = []
-    for name, field in RecipeFields.model_fields.items():
+    for name, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             lines += ["", *_commented(f"{name}:", field.annotation.__doc__, "")]
             for own, value in field.annotation.model_fields.items():

@@ -259,7 +259,7 @@ def test_branch_train_mix_averages_four_models(tmp_path, tokenizer):
     pipeline = UpIT(load_recipe(path, [*own, "model.dtype=float32"]))
     assert [stage.name for stage in pipeline.stages] == ["post_train", "evaluate"]
     stage = pipeline.stages[0]
-    stage.check_base()
+    stage.kind.check_base()
     stage.kind.write_moe(tmp_path / "moe", stage.given.experts, stage.given.routers, None, stage.seed)
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     for i in range(8):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from ..upit.methods import METHODS
-from ..utils.validation import Flag, Integer, Settings, Text, read_settings
-from .settings import SettingsParser, check_files, check_models
+from ..utils.validation import Flag, Integer, Settings, Text
+from .settings import SettingsParser
+
+if TYPE_CHECKING:
+    from ..upit import UpIT
 
 EXAMPLE = r"""
 example:
@@ -39,25 +44,13 @@ def parser(prog: str) -> SettingsParser:
     )
 
 
-def _check_paths(settings: UpitSettings) -> None:
-    """Whether model and data of the recipe are there; all else, and what --set may name, is left to `load_recipe`."""
-    sections = read_settings(settings.config)
-    for check, section, field in ((check_models, "model", "name_or_path"), (check_files, "data", "train")):
-        values, path = sections.get(section), f"{section}.{field}"
-        value = values.get(field) if isinstance(values, dict) else None
-        if isinstance(value, str) and not any(each.startswith(section) for each in settings.set):
-            check(**{path: value})
-
-
 def run(settings: UpitSettings) -> None:
-    _check_paths(settings)
     # Only now: these imports take seconds.
     from ..training.estimate import planned_launch
     from ..upit.pipeline import UpIT
     from ..upit.plan import print_plan
     from ..upit.recipe import load_recipe
-    from ..upit.summary import print_summary
-    from ..utils.distributed import leave_processes
+    from ..utils.distributed import leave_processes, on_main_process
 
     launch = planned_launch(settings.processes, settings.strategy, settings.dry_run)
     pipeline = UpIT(load_recipe(settings.config, settings.set))
@@ -65,5 +58,24 @@ def run(settings: UpitSettings) -> None:
         print_plan(pipeline, launch)
     else:
         pipeline.run(settings.redo)
-        print_summary(pipeline)
+        on_main_process(lambda: _print_result(pipeline))
         leave_processes()
+
+
+def _print_result(pipeline: UpIT) -> None:
+    """The held-out losses, what is wrong with the load of the experts, and where the result is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, emoji=False)
+    metrics = {name: record["metrics"] for name, record in pipeline.records.items()}
+    if evaluated := metrics.get("evaluate"):
+        table = Table("held-out loss", *evaluated["loss"]["base"])
+        for model, losses in evaluated["loss"].items():
+            table.add_row(model, *(f"{loss:.3f}" for loss in losses.values()))
+        console.print(table)
+    # Of held-out data or, without these, of what training logged last.
+    logs = [evaluated] if evaluated else metrics.get("post_train", {}).get("history", [])
+    for warning in filter(None, (log.get("load_warning") for log in logs)):
+        console.print(f"load of the experts: {warning}", highlight=False, soft_wrap=True)
+    console.print(f"{pipeline.result.name}: {pipeline.result}", highlight=False, soft_wrap=True)

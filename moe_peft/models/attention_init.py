@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..adapter.layers import MoELoraFFN, without_adapters
-from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
+from ..routing.attention_heads import attention_weights, fitting_heads
 from ..routing.routers import Router, RouterSettings, folded_weight
 from ..utils.messages import InputError
 from ..utils.torch_contexts import double, evaluating
@@ -110,23 +110,6 @@ def attention_gates(
     sizes = [(m, num_experts) for m in heads]
     weights = _weights(dense, attentions, batches, sizes)
     return [folded_weight(double(query_MWD).sum(0), double(key_NCW)).cpu() for query_MWD, key_NCW in weights]
-
-
-def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
-    """
-    Check, without weights, that the attention of a dense model initializes routers.
-
-    Args:
-        dense: a dense model, perhaps without weights.
-        num_heads: m; None: a number that fits.
-        linear: whether the routers are linear gates.
-    """
-    attentions = _attentions(dense)
-    if num_heads is None:
-        return
-    m = _linear_heads(num_heads, num_experts) if linear else num_heads
-    for attention in attentions:
-        check_heads(attention.config.num_attention_heads, int(attention.head_dim), m, num_experts)
 
 
 def _attentions(dense: nn.Module) -> list[Any]:

@@ -2,8 +2,7 @@ from .expand import expand_experts
 from .pipeline import UpIT
 from .post_train import post_train
 from .prepare import prepare_experts
-from .recipe import load_recipe, recipe_from_dict
-from .recipe_rules import Recipe
+from .recipe import Recipe, load_recipe, recipe_from_dict
 from .router_init import init_routers
 
 __all__ = [

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
 
 from ..routing.expert_map import label_text, read_expert_map
 from ..utils.messages import InputError
@@ -38,8 +37,8 @@ class Seeds:
     num_experts: int
     seed: int
     capacity: int | None = None
-    perplexity_SN: torch.Tensor | None = None
-    labels: Sequence[Any] | None = None
+    perplexity_SN: Any = None
+    labels: Any = None
     expert_map: Mapping[Any, Sequence[int]] | None = None
 
 
@@ -121,52 +120,12 @@ def label_buckets(
     return buckets
 
 
-def _by_perplexity(seeds: Seeds) -> Buckets:
-    assert seeds.perplexity_SN is not None
-    return perplexity_buckets(seeds.perplexity_SN, seeds.capacity)
-
-
-def _by_label(seeds: Seeds) -> Buckets:
-    assert seeds.labels is not None
-    return label_buckets(seeds.labels, seeds.num_experts, seeds.expert_map)
-
-
-def _at_random(seeds: Seeds) -> Buckets:
-    return random_buckets(seeds.count, seeds.num_experts, seeds.seed)
-
-
 BUCKETS: dict[str, BucketRule] = {
-    "perplexity": BucketRule(_by_perplexity, needs_perplexities=True),
-    "label": BucketRule(_by_label, needs_labels=True),
-    "random": BucketRule(_at_random),
+    "perplexity": BucketRule(
+        lambda seeds: perplexity_buckets(seeds.perplexity_SN, seeds.capacity), needs_perplexities=True
+    ),
+    "label": BucketRule(
+        lambda seeds: label_buckets(seeds.labels, seeds.num_experts, seeds.expert_map), needs_labels=True
+    ),
+    "random": BucketRule(lambda seeds: random_buckets(seeds.count, seeds.num_experts, seeds.seed)),
 }
-
-
-def fill_buckets(
-    seeds: Dataset,
-    num_experts: int,
-    rule: str,
-    perplexities: Callable[[], torch.Tensor],
-    *,
-    seed: int,
-    capacity: int | None = None,
-    label_column: str | None = None,
-    expert_map: Mapping[Any, Sequence[int]] | None = None,
-) -> tuple[Buckets, torch.Tensor | None]:
-    """
-    The seed examples in buckets.
-
-    Args:
-        seeds: tokenized, as they are trained on.
-        rule: a name in `BUCKETS`.
-        perplexities: finds the experts' [S, n]; called only if the rule needs them.
-
-    Returns:
-        the buckets, and the perplexities if the rule needed them.
-    """
-    bucket_rule = BUCKETS[rule]
-    perplexity_SN = perplexities() if bucket_rule.needs_perplexities else None
-    labels = seeds[label_column] if bucket_rule.needs_labels else None
-    return bucket_rule.fill(
-        Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)
-    ), perplexity_SN

@@ -20,8 +20,7 @@ from ..utils.io import check_weights, hash_file
 from ..utils.loading import changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
-from .recipe_fields import TRAINED
-from .recipe_rules import Recipe
+from .recipe import TRAINED, Recipe
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,14 @@ class RunContext:
             check_domains(self.eval_data, self.recipe.data.label_column, "data.eval: ")
 
     def check_base(self) -> None:
-        """Raise an `InputError` if the base's files cannot be read, or given experts are of another kind."""
+        """Raise an `InputError` if the base's or given experts' files cannot be read, or not become the MoE."""
         for name, kind in (("adapters", LoraFolder), ("checkpoints", DenseFolder)):
             for folder in getattr(self.recipe.prepare, name) or []:
                 open_folder(folder, f"prepare.{name}", kind)
         if Path(self.base.name_or_path).is_dir():
             check_weights(Path(self.base.name_or_path), self.base)
+        if self.recipe.facts.assembles:
+            self.kind.check_base()
 
 
 def most_positions(base: Base) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,31 +11,28 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import SFTConfig
 
-from ..models.attention_init import check_attention, init_attention_routers
+from ..models.attention_init import init_attention_routers
 from ..models.gate_init import dense_gates
 from ..models.gates import fold_routers
 from ..models.native_routers import replace_routers
-from ..native.expert_init import FFN
-from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.folders import DenseFolder, open_dense, open_folder
-from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions
+from ..native.model_folder import NOT_WEIGHTS, TERMS, copy_companions
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..native.upcycle import UpcycleConfig, check_same_architecture, mean_model, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
 from ..training.scoring import to_device
 from ..utils.distributed import on_main_process
-from ..utils.expert_likeness import value_gram
 from ..utils.loading import empty_model, without_zero3
 from ..utils.messages import InputError
 from ..utils.validation import prefixed
 from .expand import expand_checkpoints
 from .expansion import Descent
 from .experts import Batches, ExpertKind, Load
-from .files import finish_native, link_model, write_without, written_experts
+from .files import finish_native, link_model, mean_weight, write_without
 from .routing_vectors import VECTORS, put_vectors
 
 logger = logging.getLogger("moe_peft")
@@ -45,7 +42,6 @@ class DenseExperts(ExpertKind):
     """Experts that are complete FFNs, each in a dense model."""
 
     output = "model"
-    compared = "their differences from the base's FFNs"
     part = ".mlp."
     copy = staticmethod(link_model)
 
@@ -59,7 +55,7 @@ class DenseExperts(ExpertKind):
     def scored(load: Load, folders: Sequence[Path]) -> Iterator[PreTrainedModel]:
         yield from (load(folder) for folder in folders)
 
-    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int) -> list[Descent]:
         section = self.recipe.expand
         return expand_checkpoints(
             experts,
@@ -73,56 +69,13 @@ class DenseExperts(ExpertKind):
 
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
         """A dense model with the mean weights, one tensor in memory at a time."""
-        first, *others = (Checkpoint(expert) for expert in experts)
+        models = [Checkpoint(expert) for expert in experts]
         link_model(experts[0], folder, weights=False)
-        names = [name for name in first if not name.endswith(NOT_WEIGHTS)]
-        with ShardedWriter(folder, {name: (first.dtype(name), first.shape(name)) for name in names}) as writer:
+        names = [name for name in models[0] if not name.endswith(NOT_WEIGHTS)]
+        with ShardedWriter(folder, {name: (models[0].dtype(name), models[0].shape(name)) for name in names}) as writer:
             for name in names:
-                tied = EMBEDDINGS if name == HEAD else None  # a tied head may be stored or not
-                total = first.tensor(name).double()
-                for other in others:
-                    total += other.tensor(other.stored_name(name, tied)).double()
-                writer.write(name, total / len(experts))
+                writer.write(name, mean_weight(models, name))
         copy_companions(self.base.folder, folder, TERMS)
-
-    def gram(self, folder: Path) -> torch.Tensor | None:
-        """Inner products of displacements from the base's FFNs: of a stage's dense models, or of its MoE's experts."""
-        experts, moe = written_experts(folder), folder / self.output
-        if not experts and not moe.is_dir():
-            return None
-        config = AutoConfig.from_pretrained(self.base.folder)
-        dense = find_families(config.model_type)[0]
-        if experts:
-            models = [Checkpoint(expert) for expert in experts]
-            layers = list(range(config.num_hidden_layers))
-            return self._displacements(
-                dense, layers, lambda layer: (dense.ffn(layer).split(model.tensor) for model in models)
-            )
-        moe_config = AutoConfig.from_pretrained(moe)
-        if moe_config.model_type not in FAMILIES:
-            return None
-        family, checkpoint = FAMILIES[moe_config.model_type], Checkpoint(moe)
-        layers = [layer for layer in range(moe_config.num_hidden_layers) if family.has_experts(moe_config, layer)]
-        count = range(getattr(moe_config, family.count))
-        return self._displacements(
-            dense, layers, lambda layer: (family.read_expert(layer, i, checkpoint.tensor) for i in count)
-        )
-
-    def _displacements(
-        self, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterable[FFN]]
-    ) -> torch.Tensor | None:
-        """Inner products over all layers; None if the experts are narrower than the base's FFN."""
-        origin, total = Checkpoint(self.base.folder), None
-        for layer in layers:
-            before, ffns = dense.ffn(layer).split(origin.tensor), list(experts(layer))
-            for name in FFN._fields:
-                start = getattr(before, name).float()
-                weights = [getattr(ffn, name).float() for ffn in ffns]
-                if any(weight.shape != start.shape for weight in weights):
-                    return None
-                gram = value_gram(torch.stack([(weight - start).flatten() for weight in weights]))
-                total = gram if total is None else total + gram
-        return total
 
     # --- stages 1 and 3 ---------------------------------------------------------------------------------------------
 
@@ -155,8 +108,8 @@ class DenseExperts(ExpertKind):
         to_device(mean)
         return [weight.float() for weight in dense_gates(mean, way, texts, len(folders))]
 
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
-        return self.add_vectors(base, self.base.folder, self.routed_modules(base, ()), seed)
+    def planned_with_vectors(self, base: PreTrainedModel) -> PreTrainedModel:
+        return self.add_vectors(base, self.base.folder, self.routed_modules(base, ()), seed=0)
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
 
@@ -173,25 +126,12 @@ class DenseExperts(ExpertKind):
         """Whether the base's attention initializes the routers."""
         return self.recipe.moe.get("router_init") == "attention"
 
-    def check_base(self, seed: int) -> None:
+    def check_base(self) -> None:
         r = self.recipe
         base = open_dense(str(self.base.folder), r.moe.get("family"))
-        self.put_routers(empty_model(self._config(self.base.config), "moe"), seed)
-        self._check_attention()
+        self.put_routers(empty_model(self._config(self.base.config), "moe"))
         for folder in r.prepare.folders or []:
             check_same_architecture(open_dense(folder, r.moe.get("family")), base)
-
-    def _check_attention(self) -> None:
-        """Raise if the base's attention cannot initialize the routers, which happens after stage 1."""
-        r, config = self.recipe, self.recipe.upcycle_config()
-        if not self._by_attention:
-            return
-        n, heads = config.num_gates, config.router_num_heads
-        if router := r.post_train.router:
-            n = r.routed[0]
-            heads = router.get("num_heads") or heads or n
-        with prefixed("moe.router_init='attention'"):
-            check_attention(self.base.empty(), n, heads, linear=router.get("type") != "attention")
 
     def calibration(
         self, experts: Sequence[Path], data: Dataset, args: SFTConfig, seed: int
@@ -246,21 +186,21 @@ class DenseExperts(ExpertKind):
         models: Any = list(experts)
         if not r.facts.prepares:
             models = self.base.folder
-        elif r.copies and routers is None:  # stage 3 makes even copies differ
+        elif r.facts.copies:
             models = models[:1]
         upcycle(models, folder, r.upcycle_config(seed=seed, **overrides), calibration=calibration)
 
-    def planned(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
+    def planned(self, base: PreTrainedModel) -> PreTrainedModel:
         with base.device:
             native = AutoModelForCausalLM.from_config(self._config(base.config), dtype=base.dtype)
-        self.put_routers(native, seed)
+        self.put_routers(native)
         return native
 
     def _config(self, base: PreTrainedConfig) -> PreTrainedConfig:
         """The native MoE's config."""
         return upcycled_config(base, self.recipe.upcycle_config())[1]
 
-    def put_routers(self, model: PreTrainedModel, seed: int) -> None:
+    def put_routers(self, model: PreTrainedModel, seed: int = 0) -> None:
         """Replace a native MoE's gates by the recipe's routers, with random values."""
         if router := self.recipe.post_train.router:
             with prefixed("post_train.router"):

@@ -1,7 +1,4 @@
-"""
-The last stage: held-out losses by domain, where the tokens of each domain go, and tasks of
-lm-evaluation-harness, for the result and for its base.
-"""
+"""The last stage: held-out losses by domain, and where the tokens of each domain go, for the result and its base."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +29,6 @@ from ..analysis.html import (
     write_page,
 )
 from ..analysis.recorder import RoutingStatistics, record_routing
-from ..evaluation.harness import Harness
-from ..evaluation.results import Score, Scores, read_scores
 from ..models.layer import routed_layers
 from ..models.steering import allow_experts
 from ..routing.expert_map import in_order, label_text
@@ -42,11 +36,7 @@ from ..routing.statistics import LoadHealth
 from ..training.data import check_domains, rows_of_labels, source_name
 from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, mean_loss
-from ..utils.io import hash_file
-from ..utils.loading import chat_template, check_template
-from ..utils.messages import InputError
-from .recipe_fields import EvaluateSection
-from .recipe_rules import Recipe
+from .recipe import Recipe
 from .stages import TrainerStage
 
 # --- held-out losses -------------------------------------------------------------------------------------------------
@@ -124,70 +114,18 @@ def _gather(statistics: RoutingStatistics) -> None:
         statistics.tokens = sum(gather_object([statistics.tokens]))
 
 
-# --- tasks -----------------------------------------------------------------------------------------------------------
-
-
-def task_files(section: EvaluateSection, apart_from: Path) -> list[Path]:
-    """
-    The files that say what the tasks are, as far as the recipe names them: YAML files, and all in `include_path`.
-
-    Args:
-        apart_from: a folder that does not count, the run's own.
-    """
-    named = [Path(task) for task in section.tasks if Path(task).is_file()]
-    inside = sorted(Path(section.include_path).rglob("*")) if section.include_path else []
-    inside = [path for path in inside if path.is_file() and "__pycache__" not in path.parts]
-    return [*named, *(path for path in inside if not path.resolve().is_relative_to(apart_from.resolve()))]
-
-
-def evaluate_tasks(
-    harness: Harness,
-    model: PeftModel | PreTrainedModel,
-    processing_class: PreTrainedTokenizerBase,
-    base: PreTrainedModel | None = None,
-) -> dict[str, list[dict[str, Any]]]:
-    """
-    The scores of the base and of the adapted model, for the record; empty in all processes but the main one.
-
-    Args:
-        base: the model to compare with; None takes the model without its adapter.
-    """
-    records = {"adapted": harness.run(model, processing_class)}
-    with model.disable_adapter() if base is None else nullcontext():
-        records["base"] = harness.run(base or model, processing_class)
-    scores = {name: read_scores(records[name]) if records[name] else {} for name in ("base", "adapted")}
-    return {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
-
-
-def recorded_scores(recorded: dict[str, list[dict[str, Any]]]) -> dict[str, Scores]:
-    """What `evaluate_tasks` returned, from the record."""
-    scores = {name: [Score(**values) for values in of] for name, of in recorded.items()}
-    return {name: {(score.task, score.metric): score for score in of} for name, of in scores.items()}
-
-
 # --- the stage -------------------------------------------------------------------------------------------------------
 
 
 class Evaluate(TrainerStage):
-    """Held-out losses by domain, where the tokens of each domain go, and tasks of lm-evaluation-harness."""
+    """Held-out losses by domain, and where the tokens of each domain go."""
 
     name = "evaluate"
     inputs = ("model", "eval", "chat_template")
 
     @classmethod
     def wanted(cls, recipe: Recipe) -> bool:
-        return recipe.data.eval is not None or bool(recipe.evaluate.tasks)
-
-    @cached_property
-    def harness(self) -> Harness | None:
-        """The tasks; None if the recipe names none."""
-        settings = self.recipe.evaluate.settings
-        if settings is None:
-            return None
-        try:
-            return Harness(settings)
-        except InputError as error:  # a task is unknown or cannot be loaded
-            raise InputError(f"evaluate.{error}") from error
+        return recipe.data.eval is not None
 
     @property
     def _trained(self) -> tuple[str, dict[str, Any]]:
@@ -203,7 +141,8 @@ class Evaluate(TrainerStage):
             return f"{name}.sft.chat_template_path", sft["chat_template_path"]
         return super().template
 
-    def examples(self) -> Dataset | None:
+    def examples(self) -> Dataset:
+        assert self.context.eval_data is not None  # or the stage would not be wanted
         return self.context.eval_data
 
     def example_arguments(self, **overrides: Any) -> SFTConfig:
@@ -211,33 +150,8 @@ class Evaluate(TrainerStage):
         return self.arguments(**{"packing": False, "padding_free": False, **overrides})
 
     def arguments(self, **overrides: Any) -> SFTConfig:
-        return super().arguments(**{"chat_template_path": self.template[1], "eos_token": self._eos_token, **overrides})
-
-    @property
-    def _eos_token(self) -> str | None:
-        return {**self.sft, **self._trained[1]}.get("eos_token")
-
-    def check(self) -> None:
-        _ = self.harness  # a wrong name should be known before the run
-        self._tokenizer()
-
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer for tasks, with the chat template and the EOS token of the training."""
-        tokenizer, asked = self.context.base.tokenizer, self.recipe.evaluate.apply_chat_template
-        field, path = self.template
-        tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template
-        tokenizer.eos_token = self._eos_token or tokenizer.eos_token
-        if self.recipe.evaluate.tasks:
-            check_template(tokenizer, asked, "evaluate.apply_chat_template", "set sft.chat_template_path")
-        return tokenizer
-
-    def check_base(self) -> None:
-        plugin = self.arguments().deepspeed_plugin
-        if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
-            raise InputError(
-                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 shards the model; "
-                "leave them out, and run `moe-peft eval` on the result"
-            )
+        eos_token = {**self.sft, **self._trained[1]}.get("eos_token")
+        return super().arguments(**{"chat_template_path": self.template[1], "eos_token": eos_token, **overrides})
 
     @property
     def label_mask(self) -> dict[str, list[int]] | None:
@@ -245,30 +159,21 @@ class Evaluate(TrainerStage):
         return self.recipe.expert_map if self.recipe.masks_labels else None
 
     def settings(self) -> dict[str, Any]:
-        section, settings = self.recipe.evaluate, super().settings()
-        if not section.tasks:
-            settings = {name: value for name, value in settings.items() if not name.startswith("evaluate.")}
-        else:
-            settings["task files"] = [hash_file(path) for path in task_files(section, apart_from=self.context.root)]
-        return {**settings, "label mask": self.label_mask}
+        return {**super().settings(), "label mask": self.label_mask}
 
     def run(self, folder: Path) -> dict[str, Any]:
         assert self.given.model is not None
         args = self.arguments()
         model, base = self.kind.load_result(self.given.model, self.seed)
-        metrics = self._losses(args, folder, model, base)
-        if self.harness is not None:
-            metrics["tasks"] = evaluate_tasks(self.harness, model, self._tokenizer(), base)
-        return metrics
-
-    def _losses(
-        self, args: SFTConfig, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None
-    ) -> dict[str, Any]:
-        """Held-out losses and routing, if there are held-out data."""
-        r, data = self.recipe, self.context.eval_data
-        if data is None:
-            return {}
-        measured = evaluate(model, data, args, self.context.base.tokenizer, r.data.label_column, base, self.label_mask)
+        measured = evaluate(
+            model,
+            self.examples(),
+            args,
+            self.context.base.tokenizer,
+            self.recipe.data.label_column,
+            base,
+            self.label_mask,
+        )
         if args.should_save:
             self._write_page(measured, folder)
         shares = {domain: share.tolist() for domain, share in measured.shares.items()}
@@ -292,6 +197,3 @@ class Evaluate(TrainerStage):
             sections += [shares_section(shares, folder / "routing.png"), load_section(health, self._labels_route)]
         facts = [f"Base: `{r.model.name_or_path}`", f"Held-out data: `{source_name(r.data.eval)}`"]
         write_page(folder / "report.html", title, list(filter(None, lead)), sections, facts)
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return "routing.png, report.html" if metrics.get("shares") else "report.html" if "loss" in metrics else ""

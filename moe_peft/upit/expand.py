@@ -16,12 +16,12 @@ from transformers import AutoConfig
 from ..adapter.lora_conversion import lora_scalings
 from ..native.families import find_families
 from ..native.folders import LoraFolder, open_folder
-from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
+from ..native.model_folder import NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 from .expansion import Descent, Expansion, Similarity, dare_tensor, expand
-from .files import copy_adapter, expert_folders, link_model, write_adapter
+from .files import copy_adapter, expert_folders, link_model, mean_weight, write_adapter
 
 # --- LoRA adapters ---------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,6 @@ def expand_experts(
     similarity: Similarity = "update",
     drop_rate: float = 0.2,
     seed: int = 0,
-    initial: str | Path | None = None,
 ) -> tuple[list[Path], list[Descent]]:
     """
     Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.upit.expansion.expand`).
@@ -46,11 +45,9 @@ def expand_experts(
         num_experts: how many there are afterwards.
         method: how parents are chosen: `"genetic"`: the pair that is least similar; `"random"`: any; `"none"`: there is
             no expansion, and more experts than there are raise an error.
-        similarity: what is compared for this: the LoRAs' `"update"` B A, their `"values"`, or their `"displacement"`
-            from `initial`.
+        similarity: what is compared for this: the LoRAs' `"update"` B A, or their `"values"`.
         drop_rate: the share of values that merging drops (DARE).
         seed: of what is drawn.
-        initial: the untrained adapter that they all started from, for `similarity="displacement"`.
 
     Returns:
         the n folders, and the descent of each new expert.
@@ -86,10 +83,6 @@ def expand_experts(
     folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
-    initial_weights = None
-    if initial is not None:
-        _config(initial)  # a LoRA's
-        initial_weights = read_adapter_weights(initial, f"expand_experts: {initial}")
     family, descents = expand(
         weights,
         num_experts,
@@ -97,7 +90,6 @@ def expand_experts(
         similarity=similarity,
         drop_rate=drop_rate,
         seed=seed,
-        initial=initial_weights,
         scaling=lora_scalings(config, weights[0]),
     )
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
@@ -110,7 +102,7 @@ def expand_experts(
 
 def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
     """The first adapter's, with which the others agree in what an update is."""
-    configs = [_config(folder) for folder in folders]
+    configs = [open_folder(folder, "expand_experts", LoraFolder).config for folder in folders]
     for folder, config in zip(folders, configs, strict=True):
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
             first, value = getattr(configs[0], field), getattr(config, field)
@@ -119,10 +111,6 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
                     f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; they must agree"
                 )
     return configs[0]
-
-
-def _config(folder: str | Path) -> LoraConfig:
-    return open_folder(folder, "expand_experts", LoraFolder).config
 
 
 # --- dense checkpoints -----------------------------------------------------------------------------------------------
@@ -176,7 +164,7 @@ def expand_checkpoints(
     def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
         folder = next(new_folders)
         link_model(a.folder, folder, weights=False)
-        checkpoint, other = a.checkpoint, b.checkpoint
+        checkpoint = a.checkpoint
         others = [name for name in checkpoint if name not in a.names and not name.endswith(NOT_WEIGHTS)]
         plan = {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in (*a.names, *others)}
         with ShardedWriter(folder, plan) as writer:
@@ -184,8 +172,7 @@ def expand_checkpoints(
                 moved = dare_tensor(a[name], b[name], alpha, rate, generator)
                 writer.write(name, origin.tensor(name).float() + moved)
             for name in others:
-                same = other.stored_name(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
-                writer.write(name, (checkpoint.tensor(name).double() + other.tensor(same).double()) / 2)
+                writer.write(name, mean_weight([checkpoint, b.checkpoint], name))
         return _Displacements(folder, origin, names)
 
     for folder, target in zip(experts, folders, strict=False):

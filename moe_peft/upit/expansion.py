@@ -17,9 +17,8 @@ import torch
 from ..utils.messages import InputError
 
 Expert = Mapping[str, torch.Tensor]
-Inner = Callable[[Expert, Expert], float]
 Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
-Similarity = Literal["update", "values", "displacement"]
+Similarity = Literal["update", "values"]
 Expansion = Literal["genetic", "random", "none"]
 
 
@@ -37,16 +36,6 @@ class Descent:
 def values_inner(a: Expert, b: Expert) -> float:
     """Inner product of the flattened parameters, in float64."""
     return sum(float(torch.dot(a[name].flatten().double(), b[name].flatten().double())) for name in sorted(a))
-
-
-def displacement_inner(initial: Expert) -> Inner:
-    """Inner product of the parameters' displacements from `initial`, in float64."""
-
-    def inner(a: Expert, b: Expert) -> float:
-        displacements = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
-        return sum(float((x * y).sum()) for x, y in displacements)
-
-    return inner
 
 
 def update_inner(a: Expert, b: Expert, scaling: Mapping[str, float] | None = None) -> float:
@@ -111,7 +100,6 @@ def expand(
     similarity: Similarity = "update",
     drop_rate: float = 0.2,
     seed: int = 0,
-    initial: Expert | None = None,
     scaling: Mapping[str, float] | None = None,
     merge: Merge = dare_merge,
 ) -> tuple[list[Expert], list[Descent]]:
@@ -126,26 +114,19 @@ def expand(
         num_experts: n ≥ m.
         method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: no expansion; raises an error
             if one is needed.
-        similarity: the cosine of `"update"` B A, of the parameters' `"values"`, or of their `"displacement"` from
-            `initial`.
+        similarity: the cosine of `"update"` B A, or of the parameters' `"values"`.
         drop_rate: DARE's p.
         seed: the same seed gives the same experts, bit for bit.
-        initial: the LoRA from which training started, for `"displacement"`.
         scaling: the factor of each module's update by the name of its A, for `"update"`; None: they are all alike.
         merge: makes a new expert from two; replace it for experts that are not in memory.
 
     Returns:
         all n experts, the given ones first, and the descent of each new one.
     """
-    _check(experts, num_experts, method, similarity, initial)
+    _check(experts, num_experts, method)
     family, descents = list(experts), list[Descent]()
     generator = torch.Generator().manual_seed(seed)
-    inners: dict[str, Inner] = {
-        "update": update_inner if scaling is None else partial(update_inner, scaling=scaling),
-        "values": values_inner,
-        "displacement": displacement_inner(initial or {}),
-    }
-    inner = inners[similarity]
+    inner = partial(update_inner, scaling=scaling) if similarity == "update" else values_inner
     gram: list[list[float]] = []
     while len(family) < num_experts:
         if method == "random":
@@ -166,30 +147,20 @@ def _cosine(gram: list[list[float]], j: int, k: int) -> float:
     return gram[k][j] / norms if norms else 0.0  # a zero expert is similar to none
 
 
-def _check(
-    experts: Sequence[Expert], num_experts: int, method: Expansion, similarity: Similarity, initial: Expert | None
-) -> None:
-    """Raise a ValueError if experts cannot be expanded as asked."""
+def _check(experts: Sequence[Expert], num_experts: int, method: Expansion) -> None:
+    """Raise a ValueError if experts cannot be expanded as asked, or if that would spread what is not a number."""
     m = len(experts)
     if not 1 <= m <= num_experts:
         raise InputError(f"num_experts={num_experts}: {m} experts are given; ask for that many or more")
     if num_experts > m and (method == "none" or m < 2):
         why = "method='none' makes none" if method == "none" else "expansion needs two parents"
         raise InputError(f"num_experts={num_experts}: {m} experts are given and {why}; give more experts")
-    if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
-        raise InputError("similarity='displacement': the experts' initial values are unknown; use 'update'")
-    if similarity == "update" and method == "genetic" and not any(".lora_A." in name for name in experts[0]):
-        raise InputError("similarity='update': the experts have no lora_A and lora_B; use 'values'")
-    others = {f"experts[{i}]": expert for i, expert in enumerate(experts)}
-    if initial is not None and similarity == "displacement":
-        others["initial"] = initial
-    first = _layout(experts[0])
-    for source, expert in others.items():
-        if _layout(expert) != first:
-            raise InputError(f"{source} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
+    for i, expert in enumerate(experts):
+        if _layout(expert) != _layout(experts[0]):
+            raise InputError(f"experts[{i}] differs from experts[0] in names, shapes or dtypes; adapt the same modules")
         for name, tensor in expert.items():
             if not tensor.isfinite().all():
-                raise InputError(f"{source}: {name} holds NaN or infinity; train or save it again")
+                raise InputError(f"experts[{i}]: {name} holds NaN or infinity; train or save it again")
 
 
 def _layout(expert: Expert) -> dict[str, tuple]:

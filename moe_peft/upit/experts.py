@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from ..native.base import Base
-from ..utils.expert_likeness import likeness, similarities
 from .expansion import Descent
-from .recipe_rules import Recipe
+from .recipe import Recipe
 from .routing_vectors import is_vector
 
 Load = Callable[[Path], PreTrainedModel]
@@ -35,7 +34,6 @@ class ExpertKind(ABC):
     """
 
     output: ClassVar[str]  # the folder of a run's result
-    compared: ClassVar[str]  # what the cosines of experts are of, for a table
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -57,34 +55,17 @@ class ExpertKind(ABC):
         """The experts' models, one after the other."""
 
     @abstractmethod
-    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int) -> list[Descent]:
         """Write to `folder` the experts and, merged from them, further ones up to the recipe's number."""
 
     @abstractmethod
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
         """Write the mean of the experts: one LoRA, or a dense model."""
 
-    @abstractmethod
-    def gram(self, folder: Path) -> torch.Tensor | None:
-        """Inner products [n, n] of what the experts in a stage's folder change; None if there are none to compare."""
-
-    def similarity(self, folder: Path) -> dict[str, Any]:
-        """For a stage's record: the cosines of the experts that it wrote, and the summary of any two."""
-        gram_NN = self.gram(folder)
-        cosines_NN = None if gram_NN is None else similarities(gram_NN)
-        summary = likeness(cosines_NN)
-        if cosines_NN is None or summary is None:
-            return {}
-        return {"similarity": {**summary._asdict(), "matrix": cosines_NN.tolist()}}
-
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
         """What is trained of a base; None trains all weights."""
-        return None
-
-    def initial(self, folder: Path) -> Path | None:
-        """Where stage 1 leaves the untrained expert."""
         return None
 
     @abstractmethod
@@ -131,7 +112,7 @@ class ExpertKind(ABC):
         """Gates [n, d] for each routed module, made without training from texts of each expert; see `init_gates`."""
 
     @abstractmethod
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> TrainedModel:
+    def planned_with_vectors(self, base: PreTrainedModel) -> TrainedModel:
         """What stage 3 trains of one expert."""
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
@@ -141,7 +122,7 @@ class ExpertKind(ABC):
         return {}
 
     @abstractmethod
-    def check_base(self, seed: int) -> None:
+    def check_base(self) -> None:
         """Raise a `ValueError` if the base, or given experts, cannot become what the recipe asks for."""
 
     @abstractmethod
@@ -158,7 +139,7 @@ class ExpertKind(ABC):
         """
 
     @abstractmethod
-    def planned(self, base: PreTrainedModel, seed: int) -> TrainedModel:
+    def planned(self, base: PreTrainedModel) -> TrainedModel:
         """The MoE, with new values."""
 
     def finish(self, folder: Path, model: Any) -> None:  # noqa: B027

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from ..native.families import FAMILIES
-from ..native.model_folder import add_older_names
+from ..native.model_folder import EMBEDDINGS, HEAD, add_older_names
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..utils.io import link_weights, write_json
 from ..utils.messages import InputError
@@ -28,11 +28,6 @@ def expert_folders(root: Path, count: int, sources: Sequence[str | Path] = ()) -
     for folder in {folder.resolve() for folder in folders} & {Path(source).resolve() for source in sources}:
         raise InputError(f"output_dir={str(root)!r}: {folder} would be overwritten; choose another")
     return folders
-
-
-def written_experts(root: Path) -> list[Path]:
-    """The folders of experts that a stage wrote, in order, without what tools leave beside them."""
-    return sorted((path for path in root.glob("experts/*") if path.name.isdigit()), key=lambda path: int(path.name))
 
 
 def copy_adapter(source: Path, target: Path) -> None:
@@ -56,6 +51,15 @@ def link_model(source: Path, target: Path, weights: bool = True) -> None:
     for pattern in (*_MODEL_FILES, *(_WEIGHT_FILES if weights else ())):
         for path in source.glob(pattern):
             link_weights(str(path), str(target / path.name))
+
+
+def mean_weight(models: Sequence[Checkpoint], name: str) -> torch.Tensor:
+    """The mean of the models' weights of this name, in float64. Of a tied head, some may store the embeddings alone."""
+    tied = EMBEDDINGS if name == HEAD else None
+    total, *others = (model.tensor(model.stored_name(name, tied)).double() for model in models)
+    for other in others:
+        total += other
+    return total / len(models)
 
 
 def write_buckets(folder: Path, buckets: list[list[int]], perplexity: torch.Tensor | None) -> None:

@@ -22,14 +22,14 @@ from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
 from ..models.gate_init import init_gates
 from ..models.layer import router_parameters
-from ..native.folders import LoraFolder, MoELoraFolder, base_named, open_folder
+from ..native.folders import LoraFolder, base_named, open_folder
 from ..training.scoring import to_device
 from ..utils.messages import InputError
 from .expand import expand_experts
-from .expansion import Descent, update_inner
+from .expansion import Descent
 from .experts import Batches, ExpertKind, Load
-from .files import copy_adapter, write_adapter, written_experts
-from .recipe_rules import FROM_EXPERTS
+from .files import copy_adapter, write_adapter
+from .recipe import FROM_EXPERTS
 from .routing_vectors import VECTORS, put_vectors
 
 logger = logging.getLogger("moe_peft")
@@ -47,7 +47,6 @@ class LoraExperts(ExpertKind):
     """Experts that are LoRA adapters of one base."""
 
     output = "adapter"
-    compared = "their updates B A"
     part = "lora_"
     copy = staticmethod(copy_adapter)
 
@@ -63,17 +62,16 @@ class LoraExperts(ExpertKind):
                 model.set_adapter(str(i))
             yield model
 
-    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int) -> list[Descent]:
         section = self.recipe.expand
         return expand_experts(
             experts,
             output_dir=folder,
             num_experts=self.recipe.num_experts,
             method=section.method,
-            similarity=section.similarity or "update",
+            similarity=section.similarity,
             drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
             seed=seed,
-            initial=initial,
         )[1]
 
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
@@ -107,23 +105,6 @@ class LoraExperts(ExpertKind):
         )
         config.save_pretrained(folder)
 
-    def gram(self, folder: Path) -> torch.Tensor | None:
-        """Inner products of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
-        if experts := written_experts(folder):
-            updates = [_scaled(expert) for expert in experts]
-            # Given LoRAs may differ in rank and modules.
-            gram = [[update_inner({name: a[name] for name in a if name in b}, b) for b in updates] for a in updates]
-            return torch.tensor(gram, dtype=torch.float64)
-        if not (folder / self.output).is_dir():
-            return None
-        adapter = open_folder(folder / self.output, "result")
-        if not isinstance(adapter, MoELoraFolder):  # a plain LoRA
-            return None
-        state, kind = adapter.tensors, adapter.config.expert_spec("")
-        names = [name for name in sorted(state) if ".moe_lora_A" in name]
-        grams = [kind.gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
-        return sum(grams[1:], grams[0]) if len({len(gram) for gram in grams}) == 1 else None
-
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def lora_config(self, model: PreTrainedModel) -> LoraConfig:
@@ -139,9 +120,6 @@ class LoraExperts(ExpertKind):
             task_type="CAUSAL_LM",
             revision=self.recipe.model.revision,
         )
-
-    def initial(self, folder: Path) -> Path:
-        return folder / "initial"
 
     def planned_expert(self, base: PreTrainedModel) -> PeftModel:
         with base.device:
@@ -189,20 +167,20 @@ class LoraExperts(ExpertKind):
         init_gates(moe, way, texts)
         return [weight.detach().float().cpu() for weight in router_parameters(moe).values()]
 
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PeftModel:
+    def planned_with_vectors(self, base: PreTrainedModel) -> PeftModel:
         config = self._moe_config(base)
         lora = LoraConfig(
             r=config.r, target_modules=ffn_projections(base, config.target_projections), modules_to_save=[VECTORS],
             task_type="CAUSAL_LM",
         )  # fmt: skip
-        put_vectors(base, routed_ffns(base), seed)
+        put_vectors(base, routed_ffns(base), seed=0)
         with base.device:
             return get_peft_model(base, lora)
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
 
-    def check_base(self, seed: int) -> None:
-        self.planned(self.base.empty(), seed)  # raises for an adapter that the base cannot have
+    def check_base(self) -> None:
+        self.planned(self.base.empty())  # raises for an adapter that the base cannot have
         own = base_named(self.base.name_or_path, self.base.revision)
         for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
             config = open_folder(path, "prepare.adapters", LoraFolder).config
@@ -230,7 +208,7 @@ class LoraExperts(ExpertKind):
             set_routers(moe, [weights[str(i)] for i in range(len(weights))])
         return moe
 
-    def planned(self, base: PreTrainedModel, seed: int) -> PeftModel:
+    def planned(self, base: PreTrainedModel) -> PeftModel:
         with base.device:
             return get_peft_model(base, self._moe_config(base))
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
-from ..training.checkpointing import MARKER
-from ..training.preflight import preflight, refuse_arguments
+from ..training.preflight import preflight
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
@@ -35,7 +33,7 @@ from .dense_experts import DenseExperts
 from .evaluate import Evaluate
 from .experts import ExpertKind
 from .lora_experts import LoraExperts
-from .recipe_rules import Recipe
+from .recipe import Recipe
 from .stage_cache import MANIFEST, Artifacts, Stage, is_run, outlook, run_stage
 from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
 
@@ -90,7 +88,7 @@ class UpIT:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.context = RunContext(recipe, MODES[recipe.mode].kind(recipe))
-        self.seconds: dict[str, float] = {}  # that stages took in this process, by name
+        self.root, self.records = self.context.root, self.context.records
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -106,16 +104,6 @@ class UpIT:
     @cached_property
     def trainer_stages(self) -> list[TrainerStage]:
         return [stage for stage in self.stages if isinstance(stage, TrainerStage)]
-
-    @property
-    def root(self) -> Path:
-        """The folder of the run."""
-        return self.context.root
-
-    @property
-    def records(self) -> dict[str, dict[str, Any]]:
-        """The records of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files."""
-        return self.context.records
 
     @property
     def result(self) -> Path:
@@ -149,13 +137,10 @@ class UpIT:
         with ExitStack() as stack:
             folder = output_folder(self.recipe.output_dir, "output_dir", is_run)
             on_main_process(lambda: str(stack.enter_context(folder)))
-            self.context.records = {}
+            self.records.clear()
             for number, stage in enumerate(self.stages, start=1):
-                begin, is_done = time.perf_counter(), (stage.folder / MARKER).is_file()
                 with _tracked(self.root, stage.name):
                     self.records[stage.name] = run_stage(stage, redo, f"stage {number} of {len(self.stages)}")
-                if not is_done:
-                    self.seconds[stage.name] = time.perf_counter() - begin
                 free_memory()
             on_main_process(self._publish)
         return self.result
@@ -171,9 +156,7 @@ class UpIT:
             overrides: training arguments for this machine, where a plan is made for another one.
         """
         for stage in self.trainer_stages:
-            args = stage.arguments(**overrides)
-            _ = args.device
-            refuse_arguments(args, f"{stage.name}.sft.")
+            _ = stage.arguments(**overrides).device
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise InputError(
                 "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "
@@ -195,19 +178,14 @@ class UpIT:
         for stage in self.stages:
             stage.check()
         for trainer in self.trainer_stages:
-            trainer.check_length()
-            data = trainer.examples()
-            if data is not None:
-                section = f"{trainer.name}.sft" if trainer.section_sft else "sft"
-                preflight(trainer.example_arguments(**overrides), data, self.context.base.tokenizer, section, weights)
+            args, section = trainer.example_arguments(**overrides), f"{trainer.name}." if trainer.section_sft else ""
+            preflight(args, trainer.examples(), self.context.base.tokenizer, f"{section}sft", weights)
         if weights:
             self.context.check_base()
-            for stage in self.stages:
-                stage.check_base()
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "resumes", or "again" and why."""
-        self.context.records = {}
+        self.records.clear()
         return outlook(self.stages)
 
     def _publish(self) -> None:

@@ -71,10 +71,9 @@ def chosen_steps(total: int, num_experts: int, num_checkpoints: int | None, sele
 
 @dataclass(frozen=True)
 class Prepared:
-    """The chosen checkpoints as folders, the adapter before training (of LoRA experts), and the training's log."""
+    """The chosen checkpoints as folders, their steps, and the training's log."""
 
     experts: list[Path]
-    initial: Path | None
     steps: list[int]
     trained: Trained
 
@@ -107,8 +106,8 @@ def prepare_experts(
         args: how to train; its `num_train_epochs` or `max_steps` is the complete training of this stage.
         lora_config: what to train, usually on the FFN projections. None trains all weights.
         processing_class: the tokenizer.
-        output_dir: gets `experts/0`, `experts/1`, …, oldest first: PEFT LoRA adapter folders, with the untrained one as
-            `initial`; or model folders.
+        output_dir: gets `experts/0`, `experts/1`, …, oldest first: PEFT LoRA adapter folders, or model
+            folders.
         num_experts: m, how many checkpoints become experts.
         num_checkpoints: taken at equal intervals. If None: m for `"uniform"`, else 2 m.
         selection: which of them become experts, a name in `SELECTIONS`; `"back_half"` did best in the paper (Table 2).
@@ -168,9 +167,6 @@ def prepare_experts(
                 f"tokens (chat_template_path), and leave {name} out of lora_config"
             )
     chosen = chosen_steps(total_steps(trainer), num_experts, num_checkpoints, selection)
-    initial = None if lora is None else output_dir / "initial"
-    if trainer.args.should_save and initial is not None:
-        trainer.model.save_pretrained(initial)
     trained = train(trainer, keep=chosen)
     experts = expert_folders(output_dir, num_experts)
     if trainer.args.should_save:
@@ -178,4 +174,4 @@ def prepare_experts(
         for step, folder in zip(chosen, experts, strict=True):
             keep(trained.checkpoints[step], folder)
     trainer.accelerator.wait_for_everyone()
-    return Prepared(experts, initial, chosen, trained)
+    return Prepared(experts, chosen, trained)

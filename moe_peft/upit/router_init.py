@@ -46,12 +46,12 @@ from ..utils.io import atomic_write
 from ..utils.loading import without_zero3
 from ..utils.torch_contexts import free_memory
 from ..utils.validation import prefixed
-from .buckets import Buckets, fill_buckets
+from .buckets import BUCKETS, Buckets, Seeds
 from .dense_experts import DenseExperts
 from .experts import ExpertKind, Load
 from .files import expert_folders
 from .lora_experts import LoraExperts
-from .recipe_fields import TRAINED
+from .recipe import TRAINED
 from .routing_vectors import is_vector, moved, record_scores
 
 logger = logging.getLogger("moe_peft")
@@ -272,16 +272,12 @@ def init_routers(
     args.packing = args.padding_free = False  # each example has perplexities and a bucket of its own
     data, collator = tokenized(dataset, processing_class, args)
     check_learnable("init_routers", data, args)
-    filled, perplexity_SN = fill_buckets(
-        data,
-        len(sources),
-        buckets,
-        lambda: _perplexities(kind.scored(load, sources), sources, data, collator, Path(str(args.output_dir))),
-        seed=args.seed,
-        capacity=capacity,
-        label_column=label_column,
-        expert_map=expert_map,
-    )
+    rule, perplexity_SN = BUCKETS[buckets], None
+    if rule.needs_perplexities:
+        models = kind.scored(load, sources)
+        perplexity_SN = _perplexities(models, sources, data, collator, Path(str(args.output_dir)))
+    labels = data[label_column] if rule.needs_labels else None
+    filled = rule.fill(Seeds(len(data), len(sources), args.seed, capacity, perplexity_SN, labels, expert_map))
     if gates != TRAINED:
         with prefixed(f"router_init.gates={gates!r}"), without_zero3():
             routers = kind.gates(load, sources, gates, _texts(data, collator, filled))

@@ -24,7 +24,7 @@ from ..utils.distributed import on_main_process
 from ..utils.io import read_json, remove, write_json
 from ..utils.messages import InputError
 from .context import RunContext
-from .recipe_rules import Recipe
+from .recipe import Recipe
 
 logger = logging.getLogger("moe_peft")
 
@@ -41,14 +41,12 @@ class Artifacts:
     Args:
         experts: folders of the experts: LoRA adapters, or in the mode `ffn` dense models.
         tokenizer: the folder of the experts' tokenizer, where it is needed.
-        initial: the LoRA adapter from which the experts were trained.
         routers: the file of the routers' weights.
         model: the trained adapter or model.
     """
 
     experts: tuple[Path, ...] = ()
     tokenizer: Path | None = None
-    initial: Path | None = None
     routers: Path | None = None
     model: Path | None = None
 
@@ -93,17 +91,6 @@ class Stage(ABC):
 
     def check(self) -> None:  # noqa: B027  (most stages have nothing to check)
         """Before any stage runs, and for a plan: raise a `ValueError` if the recipe does not fit the data."""
-
-    def check_base(self) -> None:  # noqa: B027
-        """Before any stage runs, maybe by reading weights: raise a `ValueError` if the recipe does not fit the base."""
-
-    def similarity(self, folder: Path) -> dict[str, Any]:
-        """How similar the experts that it wrote to `folder` are, for the record; nothing if it wrote none."""
-        return self.kind.similarity(folder)
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        """What it made, in a few words."""
-        return ""
 
     @property
     def folder(self) -> Path:
@@ -179,8 +166,6 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
                 _withdraw(stage)
             raise
         PartialState().wait_for_everyone()
-        # In every process, because those that wait for long time out.
-        metrics = {**metrics, **stage.similarity(stage.folder)}
         on_main_process(lambda: _finish(stage, fingerprint, metrics))
     on_main_process(lambda: remove(stage.state))
     return on_main_process(lambda: read_record(stage.folder))

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig
 
 from ..models.layer import router_parameters
@@ -22,7 +22,7 @@ from ..training.labels import unknown_labels
 from ..training.resuming import Trained
 from ..training.schedule import steps_in_epoch
 from ..training.trainable import train_only
-from ..training.trainers import MoESFTConfig, check_padding
+from ..training.trainers import MoESFTConfig
 from ..utils.distributed import on_main_process
 from ..utils.messages import InputError, arguments_error
 from ..utils.model_card import write_model_card
@@ -33,15 +33,13 @@ from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
 from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
-from .recipe_fields import TRAINED
-from .recipe_rules import FROM_EXPERTS, Recipe
+from .recipe import FROM_EXPERTS, TRAINED, Recipe
 from .router_init import init_routers
 from .stage_cache import Artifacts, Stage
 
 _TOKENIZER = "tokenizer"  # in the folder of stage 1, for the mean of its experts
 ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
 _FEW_STEPS = 30  # of an expert's routing vectors; with fewer, they stay close to random ones
-_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
 class TrainerStage(Stage):
@@ -67,8 +65,8 @@ class TrainerStage(Stage):
         """The path in the recipe of one of its training arguments."""
         return f"{self.name + '.' if name in self.section_sft else ''}sft.{name}"
 
-    def check_length(self) -> None:
-        """Raise if examples may be longer than what the base takes."""
+    def check(self) -> None:
+        """Examples may not be longer than what the base takes."""
         length, most = self.sft["max_length"], self.context.positions
         if most is not None and (length is None or (isinstance(length, int) and length > most)):
             raise InputError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
@@ -100,7 +98,6 @@ class TrainerStage(Stage):
                 for name, value in self.recipe.adapter.items()
                 if not self.trains_loras or name in FROM_EXPERTS or name == "lora_dropout"
             },
-            "prepare.experts": "copies" if self.recipe.copies else "checkpoints",
         }
 
     def hashes(self) -> dict[str, Any]:
@@ -111,7 +108,7 @@ class TrainerStage(Stage):
         """The field that names its chat template, and what it names."""
         return self.field("chat_template_path"), self.sft.get("chat_template_path")
 
-    def examples(self) -> Dataset | None:
+    def examples(self) -> Dataset:
         """What its trainer gets."""
         return self.context.train_data
 
@@ -143,10 +140,17 @@ class TrainingStage(TrainerStage):
 
     def steps(self, rows: int, processes: int) -> int:
         """Optimizer steps for `rows` training rows."""
-        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        drop_last = bool(self.sft.get("dataloader_drop_last"))
+        return math.ceil(
+            self.epochs * self._steps_in_epoch(rows, processes, bool(self.sft.get("dataloader_drop_last")))
+        )
+
+    def _steps_in_epoch(self, rows: int, processes: int, drop_last: bool) -> int:
+        batch, accumulated = (
+            self.sft.get(name, getattr(SFTConfig, name))
+            for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        )
         with prefixed(f"{self.name}.sft"):
-            return math.ceil(self.epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
+            return steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0]
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
@@ -176,11 +180,7 @@ class Prepare(TrainingStage):
             return replace(self.given, model=self.folder / self.kind.output)
         experts = self.recipe.assembled_from(expert_folders(self.folder, self._selection()[0]))
         tokenizer = self.folder / _TOKENIZER if self.recipe.facts.averages else None
-        return replace(self.given, experts=experts, tokenizer=tokenizer, initial=self.kind.initial(self.folder))
-
-    def check(self) -> None:
-        if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
-            self.steps(len(self.context.train_data), PartialState().num_processes)
+        return replace(self.given, experts=experts, tokenizer=tokenizer)
 
     def steps(self, rows: int, processes: int) -> int:
         steps = super().steps(rows, processes)
@@ -212,12 +212,9 @@ class Prepare(TrainingStage):
             on_main_process(lambda: copy_companions(prepared.trained.last, tokenizer))
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"
-
     def _selection(self) -> tuple[int, int | None, str]:
         """How many experts, from how many checkpoints, chosen how."""
-        if not self.recipe.facts.collects or self.recipe.copies:
+        if not self.recipe.facts.collects or self.recipe.facts.copies:
             return 1, 1, "uniform"
         section = self.recipe.prepare
         return self.recipe.given_experts(), section.num_checkpoints, section.selection
@@ -239,12 +236,8 @@ class Expand(Stage):
         return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
 
     def run(self, folder: Path) -> dict[str, Any]:
-        given = self.given
-        descents = on_main_process(lambda: self.kind.merge(given.experts, folder, self.seed, given.initial))
+        descents = on_main_process(lambda: self.kind.merge(self.given.experts, folder, self.seed))
         return {"descents": [asdict(descent) for descent in descents]}
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
 
 
 class Mean(Stage):
@@ -273,9 +266,6 @@ class Mean(Stage):
             self.context.base.tokenizer.save_pretrained(output)
         write_card(self, output)
 
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return f"the mean of {metrics['experts']} experts"
-
 
 class RouterInit(TrainingStage):
     """Stage 3: seed examples are assigned to experts, which learn from them with their routing vectors."""
@@ -300,11 +290,12 @@ class RouterInit(TrainingStage):
         return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
 
     def planned(self, base: PreTrainedModel) -> Any:
-        model = self.kind.planned_with_vectors(base, self.seed)
+        model = self.kind.planned_with_vectors(base)
         self.kind.train(model, self.recipe.router_init.train_experts)
         return model
 
     def check(self) -> None:
+        super().check()
         rule, r = self.recipe.router_init.rule, self.recipe
         if rule is not None and rule.needs_labels and not rule.needs_perplexities:
             labels = self.context.train_data[r.data.label_column]
@@ -359,10 +350,8 @@ class RouterInit(TrainingStage):
         return self.recipe.num_experts * self._steps_per_expert(rows, processes)
 
     def _steps_per_expert(self, rows: int, processes: int) -> int:
-        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
-        steps = steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
-        return self.recipe.router_init.num_train_epochs * steps
+        return self.recipe.router_init.num_train_epochs * self._steps_in_epoch(bucket, processes, drop_last=False)
 
     def advice(self, rows: int, processes: int) -> str:
         steps, section = self._steps_per_expert(rows, processes), self.recipe.router_init
@@ -374,11 +363,6 @@ class RouterInit(TrainingStage):
             f"router_init.seed_fraction={section.seed_fraction:g}, or num_train_epochs={section.num_train_epochs} to "
             f"about {passes}"
         )
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        made = f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
-        moved = metrics.get("vectors_moved")
-        return f"{made}; vectors moved by {100 * sum(moved) / len(moved):.0f} % of their length" if moved else made
 
 
 class PostTrain(TrainingStage):
@@ -408,11 +392,10 @@ class PostTrain(TrainingStage):
         return super().arguments(**overrides)
 
     def check(self) -> None:
-        r, sft = self.recipe, self.sft
-        packed = bool(sft.get("packing") or sft.get("padding_free"))
-        check_padding("post_train.sft.", sft.get("pad_to_multiple_of"), packed and "expert_map" not in sft)
-        if not sft.get("packing"):
-            self.steps(len(self.context.train_data), PartialState().num_processes)
+        super().check()
+        r = self.recipe
+        if (router := r.post_train.router) and is_deepspeed_zero3_enabled():
+            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         column, expert_map = r.data.label_column, r.expert_map
         if expert_map is None or column is None:
             return
@@ -423,18 +406,11 @@ class PostTrain(TrainingStage):
             if unknown:
                 raise InputError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
 
-    def check_base(self) -> None:
-        router = self.recipe.post_train.router
-        plugin = self.arguments().deepspeed_plugin if router else None
-        if plugin is not None and plugin.zero_stage == 3:
-            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
-        self.kind.check_base(self.seed)
-
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **self.kind.settings()}
 
     def planned(self, base: PreTrainedModel) -> Any:
-        model = self.kind.planned(base, self.seed)
+        model = self.kind.planned(base)
         if not self.recipe.trains_experts:
             train_only(model, router_parameters(model))
         return model
@@ -450,9 +426,6 @@ class PostTrain(TrainingStage):
         on_main_process(lambda: self.kind.finish(output, model))
         on_main_process(lambda: write_card(self, output))
         return {**metrics(trained), "size": asdict(size)}
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return "the MoE"
 
 
 def write_card(stage: Stage, folder: Path) -> None:

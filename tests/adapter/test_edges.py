@@ -564,11 +564,11 @@ def lora(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tenso
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("similarity", ["update", "values", "displacement"])
+@pytest.mark.parametrize("similarity", ["update", "values"])
 def test_zero_and_equal_experts_expand_to_finite_ones(similarity):
     one, zero = lora(0), {name: torch.zeros_like(x) for name, x in lora(0).items()}
     for family, first in (([zero, zero], 0.0), ([one, one], 1.0), ([one, zero], 0.0), ([one, one, zero], 0.0)):
-        made, descents = expand(family, 6, similarity=similarity, initial=zero)
+        made, descents = expand(family, 6, similarity=similarity)
         assert descents[0].similarity == near(first)
         assert all(math.isfinite(descent.similarity) for descent in descents)
         assert all(x.isfinite().all() for expert in made for x in expert.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -11,9 +12,7 @@ from datasets import Dataset
 from moe_peft.training.data import drawn
 from moe_peft.upit.buckets import (
     BUCKETS,
-    BucketRule,
     Seeds,
-    fill_buckets,
     label_buckets,
     perplexity_buckets,
     random_buckets,
@@ -85,22 +84,15 @@ def test_edges_of_random_buckets_and_seeds():
     assert len(drawn(data, 5, seed=0)) == 5 and len(drawn(data, 30, seed=0)) == 20
 
 
-def test_a_rule_gets_what_it_asks_for(monkeypatch):
-    data = Dataset.from_list([{"label": "ab"[i % 2]} for i in range(6)])
+def test_rules_by_their_names():
     perplexity = torch.ones(6, 2)
-    asked, seen = [], []
-
-    def fill(rule, **settings):
-        return fill_buckets(data, 2, rule, lambda: asked.append(rule) or perplexity, seed=5, **settings)
-
-    assert fill("label", label_column="label") == ([[0, 2, 4], [1, 3, 5]], None) and asked == []
-    swapped = {"a": [1], "b": [0]}
-    assert fill("label", label_column="label", expert_map=swapped) == ([[1, 3, 5], [0, 2, 4]], None) and asked == []
-    assert fill("random") == (random_buckets(6, 2, 5), None) and asked == []
-    assert fill("perplexity", capacity=2) == ([[0, 1], [2, 3]], perplexity) and asked == ["perplexity"]
-    monkeypatch.setitem(BUCKETS, "none of them", BucketRule(lambda seeds: seen.append(seeds) or [[], []]))
-    assert fill("none of them", capacity=4, expert_map={"a": [0]}) == ([[], []], None)
-    assert seen == [Seeds(6, 2, 5, capacity=4, expert_map={"a": [0]})]
+    seeds = Seeds(6, 2, seed=5, capacity=2, perplexity_SN=perplexity, labels=list("ababab"))
+    assert BUCKETS["label"].fill(seeds) == [[0, 2, 4], [1, 3, 5]]
+    swapped = dataclasses.replace(seeds, expert_map={"a": [1], "b": [0]})
+    assert BUCKETS["label"].fill(swapped) == [[1, 3, 5], [0, 2, 4]]
+    assert BUCKETS["random"].fill(seeds) == random_buckets(6, 2, 5)
+    assert BUCKETS["perplexity"].fill(seeds) == [[0, 1], [2, 3]]
+    assert [name for name, rule in BUCKETS.items() if rule.needs_perplexities] == ["perplexity"]
 
 
 def test_the_seed_set_is_in_random_order():

@@ -15,8 +15,7 @@ from peft.utils import load_peft_weights
 
 from moe_peft.upit import expand_experts
 from moe_peft.upit.expand import expand_checkpoints
-from moe_peft.upit.expansion import dare_merge, displacement_inner, expand, update_inner, values_inner
-from moe_peft.upit.lora_experts import LoraExperts
+from moe_peft.upit.expansion import dare_merge, expand, update_inner, values_inner
 from moe_peft.utils.expert_likeness import similarities, update_gram, value_gram
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
@@ -53,25 +52,23 @@ def cosine(a, b):
 
 
 def test_inner_products_are_those_of_the_full_vectors():
-    a, b, start = experts(3)
+    a, b, c = experts(3)
     assert update_inner(a, b) == near(float(updates(a) @ updates(b)), dtype=torch.float64)
     assert values_inner(a, b) == near(float(flat(a) @ flat(b)), dtype=torch.float64)
-    expected = float((flat(a) - flat(start)) @ (flat(b) - flat(start)))
-    assert displacement_inner(start)(a, b) == near(expected, dtype=torch.float64)
     for name in MODULES:  # of all experts at once, one module after the other
-        A, B = (torch.stack([e[f"base_model.model.{name}.lora_{half}.weight"] for e in (a, b, start)]) for half in "AB")
+        A, B = (torch.stack([e[f"base_model.model.{name}.lora_{half}.weight"] for e in (a, b, c)]) for half in "AB")
         full = (B.double() @ A.double()).flatten(1)
         assert_near(update_gram(A, B.mT), full @ full.T)
         values = A.double().flatten(1)
         assert_near(value_gram(A.flatten(1), chunk=4), values @ values.T)
 
 
-@pytest.mark.parametrize("similarity", ["update", "values", "displacement"])
+@pytest.mark.parametrize("similarity", ["update", "values"])
 @pytest.mark.parametrize("seed", range(3))
 def test_genetic_expansion_is_algorithm_2(similarity, seed):
-    start, *parents = experts(4, seed)
-    vector = {"update": updates, "values": flat, "displacement": lambda e: flat(e) - flat(start)}[similarity]
-    family, descents = expand(parents, 8, similarity=similarity, drop_rate=0.3, seed=seed, initial=start)
+    parents = experts(3, seed)
+    vector = {"update": updates, "values": flat}[similarity]
+    family, descents = expand(parents, 8, similarity=similarity, drop_rate=0.3, seed=seed)
     assert len(family) == 8 and len(descents) == 5
     assert all(given is kept for given, kept in zip(parents, family, strict=False))
 
@@ -98,7 +95,8 @@ def test_genetic_expansion_is_algorithm_2(similarity, seed):
 
 def test_each_step_computes_only_the_newest_experts_similarities(monkeypatch):
     calls = []
-    monkeypatch.setattr("moe_peft.upit.expansion.update_inner", lambda a, b: calls.append(1) or update_inner(a, b))
+    counted = lambda *args, **own: calls.append(1) or update_inner(*args, **own)  # noqa: E731
+    monkeypatch.setattr("moe_peft.upit.expansion.update_inner", counted)
     expand(experts(4), 8)
     assert len(calls) == sum(range(1, 8))  # a row of the Gram matrix per expert that was compared, each pair once
 
@@ -132,13 +130,10 @@ def test_half_precision_is_rounded_once():
 def test_similarities_count_in_float64_and_a_zero_expert_is_similar_to_none():
     one, two = experts(2)
     zero = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
-    far = {name: tensor + 1e4 for name, tensor in one.items()}  # float32 would leave three digits of the difference
-    for similarity, own in (("values", {}), ("displacement", {"initial": far})):
-        family = [one, two, zero]
-        vectors = [flat(e) - (flat(far) if own else 0) for e in family]
-        _, (descent,) = expand(family, 4, similarity=similarity, **own)
-        wanted = min((cosine(vectors[j], vectors[k]), j, k) for k in range(3) for j in range(k))
-        assert descent.parents == wanted[1:] and descent.similarity == near(wanted[0], dtype=torch.float64)
+    vectors = [flat(e) for e in (one, two, zero)]
+    _, (descent,) = expand([one, two, zero], 4, similarity="values")
+    wanted = min((cosine(vectors[j], vectors[k]), j, k) for k in range(3) for j in range(k))
+    assert descent.parents == wanted[1:] and descent.similarity == near(wanted[0], dtype=torch.float64)
     twin = {name: 2 * tensor for name, tensor in one.items()}
     _, (descent,) = expand([one, twin, zero], 4)
     assert (descent.parents, descent.similarity) == ((0, 2), 0.0)
@@ -161,7 +156,6 @@ def test_random_pairs_and_seeds():
     [
         ({"num_experts": 2}, "num_experts=2: 3 experts are given"),
         ({"method": "none"}, "method='none' makes none"),
-        ({"similarity": "displacement"}, "initial values are unknown"),
     ],
 )
 def test_wrong_settings(arguments, message):
@@ -225,7 +219,7 @@ def test_a_descent_as_a_record_and_the_default_seed():
     assert all(torch.equal(family[2][name], again[2][name]) for name in family[2])
 
 
-@pytest.mark.parametrize(("method", "similarity"), [("genetic", "displacement"), ("none", "update")])
+@pytest.mark.parametrize(("method", "similarity"), [("genetic", "values"), ("none", "update")])
 def test_as_many_experts_as_are_given_are_given_back(method, similarity):
     for count in (1, 2):
         parents = experts(count)
@@ -236,7 +230,7 @@ def test_as_many_experts_as_are_given_are_given_back(method, similarity):
 
 def test_experts_of_whole_tensors_expand_by_their_values_or_at_random():
     parents = [{"w": torch.randn(3, 2), "v": torch.randn(4)} for _ in range(2)]
-    for settings in ({"similarity": "values"}, {"method": "random"}, {"method": "random", "initial": {"x": None}}):
+    for settings in ({"similarity": "values"}, {"method": "random"}):
         assert len(expand(parents, 3, **settings)[0]) == 3
 
 
@@ -254,26 +248,11 @@ UNLIKE = "differs from experts[0] in names, shapes or dtypes; adapt the same mod
             "num_experts=3: 2 experts are given and method='none' makes none; give more experts",
         ),
         ([{A: 1.0}] * 3, {}, "num_experts=2: 3 experts are given; ask for that many or more"),
-        (
-            [{"w": 1.0}] * 2,
-            {},
-            "similarity='update': the experts have no lora_A and lora_B; use 'values'",
-        ),
         ([{A: 1.0}, {A: torch.inf}], {}, f"experts[1]: {A} holds NaN or infinity; train or save it again"),
         ([{A: torch.nan}, {A: 1.0}], {}, f"experts[0]: {A} holds NaN or infinity; train or save it again"),
         ([{A: 1.0}, {A: torch.ones(2)}], {}, f"experts[1] {UNLIKE}"),
         ([{A: 1.0}, {A: torch.ones((), dtype=torch.bfloat16)}], {}, f"experts[1] {UNLIKE}"),
         ([{A: 1.0}, {"other.lora_A.weight": 1.0}], {}, f"experts[1] {UNLIKE}"),
-        (
-            [{A: 1.0}] * 2,
-            {"num_experts": 3, "similarity": "displacement", "initial": {A: torch.ones(3)}},
-            f"initial {UNLIKE}",
-        ),
-        (
-            [{A: 1.0}] * 2,
-            {"num_experts": 3, "similarity": "displacement"},
-            "similarity='displacement': the experts' initial values are unknown; use 'update'",
-        ),
     ],
 )
 def test_what_is_refused_is_shown(given, settings, message):
@@ -282,18 +261,18 @@ def test_what_is_refused_is_shown(given, settings, message):
         expand(parents, **{"num_experts": 2, **settings})
 
 
-@pytest.mark.parametrize("similarity", ["update", "displacement"])
+@pytest.mark.parametrize("similarity", ["update", "values"])
 def test_folders_are_expanded_as_their_weights_are(similarity, tmp_path):
     base = tiny_llama(layers=1, hidden=16)
-    folders = [tmp_path / name for name in ("one", "two", "three", "initial")]
+    folders = [tmp_path / name for name in ("one", "two", "three")]
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
         config = LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
     own = {"similarity": similarity, "drop_rate": 0.3, "seed": 5}
-    made, descents = expand_experts(folders[:3], output_dir=tmp_path / "more", num_experts=6, initial=folders[3], **own)
-    *parents, initial = (load_peft_weights(str(folder), device="cpu") for folder in folders)
-    family, expected = expand(parents, 6, initial=initial, **own)
+    made, descents = expand_experts(folders, output_dir=tmp_path / "more", num_experts=6, **own)
+    parents = [load_peft_weights(str(folder), device="cpu") for folder in folders]
+    family, expected = expand(parents, 6, **own)
     assert descents == expected and len(made) == 6
     for folder, expert in zip(made, family, strict=True):
         found = load_peft_weights(str(folder), device="cpu")
@@ -320,8 +299,6 @@ def test_updates_are_compared_as_they_are_added_to_the_base(use_rslora, tmp_path
     off = expected + 2 * torch.eye(3)
     assert descents[0].similarity == near(off.min().item(), scale=1.0)
     assert sorted(descents[0].parents) == sorted(divmod(int(off.argmin()), 3))
-    found = torch.tensor(LoraExperts(None).similarity(tmp_path / "stage")["similarity"]["matrix"])[:3, :3]
-    assert_near(found.float(), expected.float())
     states = [load_peft_weights(str(folder), device="cpu") for folder in folders]
     alike = expand(states, 4)[1][0].similarity
     assert alike != pytest.approx(descents[0].similarity, abs=1e-3)

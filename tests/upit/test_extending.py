@@ -66,7 +66,7 @@ def test_recipes_check_the_tables_as_they_are(extended, tmp_path):
         "data": {"train": "t", "label_column": "domain"},
     }
     assert recipe_from_dict({**settings, "router_init": {"buckets": "last_label"}}).router_init.rule.needs_labels
-    with pytest.raises(ValueError, match=r"^data.label_column=None: .*'last_label' needs a column of labels"):
+    with pytest.raises(ValueError, match=r"^data.label_column=None: must be a column of labels with .*'last_label'"):
         recipe_from_dict({**settings, "data": {"train": "t"}, "router_init": {"buckets": "last_label"}})
     for section, key, name in (
         ("router_init", "buckets", "last_label, none"),

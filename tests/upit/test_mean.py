@@ -10,7 +10,6 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.lora_experts import LoraExperts
 from moe_peft.upit.plan import plan
 from tests.helpers.close import assert_near
@@ -68,9 +67,3 @@ def test_of_dense_models_it_is_the_mean_of_all_weights(tokenizer, tmp_path):
     for name in own[0]:
         assert_near(found[name], (own[0][name] + own[1][name]) / 2)
     assert AutoTokenizer.from_pretrained(pipeline.result).get_vocab() == tokenizer.get_vocab()
-
-
-def test_the_mean_of_copies_is_refused():
-    settings = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "t"}, "method": "mean"}
-    with pytest.raises(ValueError, match=r"^prepare\.experts='copies': must be 'checkpoints' with the method 'mean'"):
-        recipe_from_dict({**settings, "prepare": {"experts": "copies"}})

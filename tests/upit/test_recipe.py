@@ -46,7 +46,7 @@ def recipe(**settings):
         ({"method": "pesc", "adapter": {"bottleneck_size": 0}}, "bottleneck_size=0"),
         ({"mode": "ffn", "method": "pesc"}, "method='pesc': must be one of sft, upcycle_pt"),
         ({"adapter": {"peft_type": "LORA"}}, "adapter.peft_type: PEFT sets this"),
-        ({"moe": {"top_k": 1}}, "moe.top_k: unknown key in the mode 'lora', which has the section `adapter`"),
+        ({"moe": {"top_k": 1}}, r"moe=\{'top_k': 1\}: must be left out in the mode 'lora': use the section adapter"),
         ({"mode": "dense"}, "mode='dense': must be 'lora' or 'ffn'"),
         ({"prepare": {"selection": "best"}}, "prepare.selection='best': must be one of back_half, uniform, front_half"),
         (

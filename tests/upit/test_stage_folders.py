@@ -27,7 +27,6 @@ class Work(Stage):
 
     def __init__(self, root: Path, value: Any = 1, stop: BaseException | None = None, name: str = "work"):
         self.context = SimpleNamespace(root=root, records={})
-        self.kind = SimpleNamespace(similarity=lambda folder: {})
         self.value, self.stop, self.name, self.runs = value, stop, name, 0
 
     @classmethod

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from accelerate import PartialState
 from datasets import Dataset
 
-from moe_peft.training.checkpointing import Fingerprint
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.context import Budget
 from moe_peft.upit.methods import METHODS
 from moe_peft.upit.pipeline import MODES
-from moe_peft.upit.stage_cache import Artifacts, Stage, run_stage
+from moe_peft.upit.stage_cache import Stage
 from moe_peft.upit.stages import TrainerStage
 from tests.helpers.models import tiny_llama
-from tests.helpers.processes import in_processes
 from tests.helpers.upit_case import make_case
 
 MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
@@ -115,7 +109,6 @@ def test_stages_hand_on_the_latest_experts():
     artifacts, pipeline = handed(prepare={"num_experts": 2})
     assert artifacts["prepare"].experts == ()
     assert artifacts["expand"].experts == experts("prepare", 0, 1)
-    assert artifacts["expand"].initial == Path("out/prepare/initial")
     assert artifacts["router_init"].experts == experts("expand", 0, 1, 2, 3)
     assert artifacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
     assert artifacts["post_train"].routers == Path("out/router_init/routers.safetensors")
@@ -129,9 +122,9 @@ def test_stages_hand_on_the_latest_experts():
 def test_copies_and_given_experts_are_handed_on():
     artifacts, _ = handed(method="loramoe_sft")
     assert artifacts["post_train"].experts == experts("prepare", 0) * 4
-    artifacts, _ = handed(prepare={"adapters": ["x", "y"], "experts": "copies"}, router_init={"buckets": "none"})
+    artifacts, _ = handed(method="loramoe_sft", prepare={"adapters": ["x", "y"]})
     assert list(artifacts) == ["post_train"] and artifacts["post_train"].experts == (Path("y"),) * 4
-    assert artifacts["post_train"].initial is None and artifacts["post_train"].routers is None
+    assert artifacts["post_train"].routers is None
     _, pipeline = handed(method="lora", prepare={"adapters": ["x"]})
     assert [stage.name for stage in pipeline.stages] == ["prepare"] and pipeline.stages[0].result.model == Path(
         "out/prepare/adapter"
@@ -171,65 +164,3 @@ def test_labels_of_an_expert_map_may_be_numbers(tmp_path, tokenizer):
     case = make_case(tmp_path, tokenizer)
     case["router_init"] |= {"buckets": "label", "expert_map": {0: [0, 1], 1: [2, 3]}}
     assert recipe_from_dict(case).router_init.expert_map == {0: [0, 1], 1: [2, 3]}
-
-
-def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monkeypatch):
-    """Stage 3 gives every copy a bucket of its own, so they no longer are copies."""
-    case = {**make_case(tmp_path, tokenizer), "mode": "ffn", "prepare": {"experts": "copies"}}
-    del case["adapter"]
-    stage = UpIT(recipe_from_dict(case)).stages[-2]
-    upcycled = []
-    monkeypatch.setattr(
-        "moe_peft.upit.dense_experts.upcycle", lambda models, *args, **own: upcycled.append(list(models))
-    )
-    stage.kind.write_moe(tmp_path / "assembled", stage.given.experts, stage.given.routers, None, stage.seed)
-    assert stage.name == "post_train" and len(set(upcycled[0])) == 4
-
-
-class Late(Stage):
-    """Its files are read by a process that takes its time."""
-
-    name = "late"
-
-    @classmethod
-    def wanted(cls, recipe):
-        return True
-
-    def fingerprint(self):
-        return Fingerprint({})
-
-    def run(self, folder):
-        (folder / "experts").mkdir(exist_ok=True)
-        (folder / "experts/0").write_text("expert")
-        return {}
-
-    def similarity(self, folder):
-        time.sleep(2 * PartialState().process_index)
-        return {"read": (folder / "experts/0").read_text()}
-
-
-def run_late_stage(rank: int, folder: Path) -> None:
-    PartialState(cpu=True)
-    pipeline = pipeline_of({**MINIMAL, "output_dir": str(folder)})
-    record = run_stage(Late(pipeline.context, Artifacts()))
-    assert record["metrics"] == {"read": "expert"}
-
-
-@pytest.mark.slow
-def test_no_process_removes_what_another_still_reads(tmp_path):
-    in_processes(run_late_stage, tmp_path)
-    assert (tmp_path / "late/experts/0").exists()
-
-
-# --- what engines cannot do -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_tasks_are_refused_where_the_model_is_divided(zero_stage, monkeypatch):
-    settings = {**MINIMAL, "num_experts": 4, "evaluate": {"tasks": ["arc_easy"]}}
-    stage = pipeline_of(settings).stages[-1]
-    stage.__dict__["harness"] = object()
-    plugin = SimpleNamespace(zero_stage=zero_stage)
-    monkeypatch.setattr(type(stage), "arguments", lambda *args, **own: SimpleNamespace(deepspeed_plugin=plugin))
-    with pytest.raises(ValueError, match="ZeRO-3 shards the model") if zero_stage == 3 else nullcontext():
-        stage.check_base()

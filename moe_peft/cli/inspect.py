@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ..utils.validation import Count, Flag, Text
+from ..utils.validation import Flag, Text
 from .settings import DataSettings, FigureFormat, SettingsParser, WeightSettings, check_files, check_models
 
 EXAMPLE = r"""
@@ -26,9 +26,6 @@ class InspectSettings(WeightSettings, DataSettings):
     expert_map: dict[str | int, list[int]] | None = Field(
         None, description='domain → experts, for compliance, e.g. {"code": [0, 1]}, or masks, {"code": [1, 1, 0, 0]}'
     )
-    position_width: Count | None = Field(
-        None, title="TOKENS", description="compliance in steps of this many positions instead of doubling widths"
-    )
 
 
 _GROUPS = {
@@ -40,7 +37,7 @@ _GROUPS = {
         *DataSettings.model_fields,
         "label_column",
     ),
-    "Report": ("output", "html", "figures", "expert_map", "position_width"),
+    "Report": ("output", "html", "figures", "expert_map"),
 }
 
 

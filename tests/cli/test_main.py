@@ -187,10 +187,6 @@ def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
         (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with router_init='attention'"),
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
         (["export", "--adapter", "a", "--output", "o", "--verify", "texts.txt"], "'texts.txt': no such file"),
-        (
-            ["inspect", "--model", ".", "--data", "d", "--position-width", "8"],
-            "give expert_map (--expert-map), too",
-        ),
     ],
 )
 def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):

@@ -3,77 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
 from pydantic.fields import FieldInfo
 
-from ..utils.messages import InputError, choice_error, one_line, unknown_key
-from ..utils.validation import Count, Settings, Text, plain_types, read_settings, read_yaml, validate
+from ..utils.messages import InputError, one_line, unknown_key
+from ..utils.validation import Settings, plain_types, read_settings, read_yaml, validate
 from .help import GroupedParser
-
-# --- types of fields -------------------------------------------------------------------------------------------------
-
-
-def one_of(names: Collection[str]) -> AfterValidator:
-    """Names from a table, which plugins may add to."""
-
-    def check(value: Any, field: ValidationInfo) -> Any:
-        if value not in names:
-            raise ValueError(choice_error(str(field.field_name), value, names))
-        return value
-
-    return AfterValidator(check)
-
-
-@BeforeValidator
-def joined_by_commas(values: Any) -> Any:
-    """A list whose texts may each hold several, `a,b`, and which a file may write as numbers."""
-    if not isinstance(values, list):
-        return values
-    texts = [str(value) if type(value) is int else value for value in values]
-    return [part for text in texts for part in (text.split(",") if isinstance(text, str) else [text]) if part != ""]
-
-
-def settings_of(kind: type) -> Any:
-    """The settings that are the fields of a dataclass, made by `moe_peft.utils.settings.setting`."""
-    hints = get_type_hints(kind)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], Field(field.default, description=field.metadata["help"]))
-        for field in dataclasses.fields(kind)
-        if field.default is not dataclasses.MISSING
-    }
-    return create_model(kind.__name__, __base__=Settings, **fields)
-
-
-# As `moe_peft.analysis.figures.FORMATS`.
-FigureFormat = Literal["png", "pdf", "svg"]
-
-
-# --- settings of several commands ------------------------------------------------------------------------------------
-
-
-class WeightSettings(Settings):
-    """How the weights are held in memory."""
-
-    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
-    quantization: dict[str, Any] | None = Field(
-        None, description='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
-    )
-
-
-class DataSettings(Settings):
-    """Which examples run through a model, and how."""
-
-    split: Text = Field("train", title="NAME", description="split of the data, e.g. train[:100]; a file has only train")
-    batch_size: Count = Field(8, description="examples per forward pass")
-    max_length: Count = Field(1024, description="maximum tokens per example")
-    max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
-
 
 # --- paths -----------------------------------------------------------------------------------------------------------
 

@@ -181,11 +181,10 @@ class Evaluate(TrainerStage):
     @cached_property
     def harness(self) -> Harness | None:
         """The tasks; None if the recipe names none."""
-        settings = self.recipe.evaluate.settings
-        if settings is None:
+        if not self.recipe.evaluate.tasks:
             return None
         try:
-            return Harness(settings)
+            return Harness(self.recipe.evaluate)
         except InputError as error:  # a task is unknown or cannot be loaded
             raise InputError(f"evaluate.{error}") from error
 

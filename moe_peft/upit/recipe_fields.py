@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers import BitsAndBytesConfig
 
-from ..evaluation.harness import TaskSettings
+from ..evaluation.settings import TaskSettings
 from ..models.gate_init import GATE_INITS
 from ..utils.messages import InputError, choice_error, unknown_key
 from ..utils.validation import Count, Flag, Integer, Number, NumExperts, Seed, Settings, Share, Text, Texts
@@ -182,22 +182,10 @@ class PostTrainSection(Settings):
     )
 
 
-class EvaluateSection(Settings):
+class EvaluateSection(TaskSettings):
     """tasks of lm-evaluation-harness, for the result and its base; see the page Evaluating"""
 
     tasks: list[Text] = Field(default_factory=list, description="names, groups, tags, patterns or YAML files")
-    include_path: Text | None = Field(None, description="a folder with tasks of your own")
-    num_fewshot: Annotated[Integer, Field(ge=0)] | None = Field(None, description="null: as each task says")
-    batch_size: Integer | Text = Field(8, description="or auto")
-    limit: Annotated[Number, Field(gt=0)] | None = Field(
-        None, description="examples per task, or below 1 their share; null: all"
-    )
-    apply_chat_template: Flag | Text = Field(False, description="or true, or the name of a template")
-
-    @property
-    def settings(self) -> TaskSettings | None:
-        """None without tasks."""
-        return TaskSettings(**{**self.model_dump(), "tasks": tuple(self.tasks)}) if self.tasks else None
 
     @model_validator(mode="after")
     def _check(self) -> EvaluateSection:
@@ -205,10 +193,6 @@ class EvaluateSection(Settings):
             value = getattr(self, name)
             if name != "tasks" and value != field.default:
                 raise InputError(f"evaluate.{name}={value!r}: goes with evaluate.tasks, which are missing")
-        try:
-            _ = self.settings
-        except InputError as error:
-            raise InputError(f"evaluate.{error}") from error
         return self
 
 

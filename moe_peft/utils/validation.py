@@ -147,6 +147,24 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
 
+class WeightSettings(Settings):
+    """How the weights are held in memory."""
+
+    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
+    quantization: dict[str, Any] | None = Field(
+        None, description='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
+    )
+
+
+class DataSettings(Settings):
+    """Which examples run through a model, and how."""
+
+    split: Text = Field("train", title="NAME", description="split of the data, e.g. train[:100]; a file has only train")
+    batch_size: Count = Field(8, description="examples per forward pass")
+    max_length: Count = Field(1024, description="maximum tokens per example; longer ones are truncated")
+    max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
+
+
 # --- validation ------------------------------------------------------------------------------------------------------
 
 # What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and

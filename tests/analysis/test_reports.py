@@ -256,7 +256,7 @@ def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_pat
     with pytest.raises(SystemExit) as end:
         main(["inspect", "--model", str(tmp_path), "--data", "none", "--output", str(tmp_path)])
     assert end.value.code == 2
-    assert f"output_dir={str(tmp_path)!r}: is not empty; choose another" in capsys.readouterr().err
+    assert f"output={str(tmp_path)!r}: is not empty; choose another" in capsys.readouterr().err
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"shares": "mine"}'}
 
 

@@ -49,6 +49,7 @@ MAY = {
     "post_train.router": [{}], "post_train.sft": MAPS, "evaluate.tasks": [[], ["x"]], "evaluate.include_path": [None],
     "evaluate.num_fewshot": [None, 0, 10**9, 10**30], "evaluate.batch_size": ["1"],
     "evaluate.limit": [None, 0.5, 10**9, 10**30], "evaluate.apply_chat_template": [*FLAGS, *TEXTS],
+    "evaluate.seed": SEEDS,
     "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "evaluate": MAPS, "model": [], "data": [],
     "adapter.r": [10**9, 10**30], "adapter.top_k": [], "adapter.lora_dropout": [0, 0.5], "adapter.router_type": [],
     "adapter.lora_alpha": [None, 0.5, 1.5, 10**9, 10**30], "adapter.mixing": [], "adapter.use_rslora": FLAGS,

@@ -30,7 +30,7 @@ def case(tmp_path, tokenizer):
 
 def scores_of(model, case) -> dict:
     """The same tasks on a model loaded from its folder."""
-    settings = TaskSettings(**{**case["evaluate"], "tasks": tuple(case["evaluate"]["tasks"])})
+    settings = TaskSettings(**case["evaluate"])
     tokenizer = AutoTokenizer.from_pretrained(case["model"]["name_or_path"])
     scores = read_scores(Harness(settings).run(model.eval(), tokenizer))
     return {key: score.value for key, score in scores.items()}

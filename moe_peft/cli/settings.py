@@ -79,13 +79,12 @@ class SettingsParser(GroupedParser):
             self._add(name, field, text.replace("%", "%%"))
 
     def _add(self, name: str, field: FieldInfo, text: str) -> None:
-        flags, kinds = dict.fromkeys((_flag(name), f"--{name}")), {*plain_types(field.annotation)}
+        flag, kinds = _flag(name), {*plain_types(field.annotation)}
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
         if kinds == {bool}:
-            self.add_argument(*flags, action="store_true", help=field.description, **options)
+            self.add_argument(flag, action="store_true", help=field.description, **options)
             if field.default:
-                off = dict.fromkeys((_flag(f"no_{name}"), f"--no_{name}"))
-                self.add_argument(*off, action="store_false", **options)
+                self.add_argument(_flag(f"no_{name}"), action="store_false", **options)
             return
         if bool in kinds:
             options |= {"nargs": "?", "const": True}
@@ -93,7 +92,7 @@ class SettingsParser(GroupedParser):
             options |= {"nargs": "+", "action": "extend"}
         if kinds & {int, float, dict} or (bool in kinds and str not in kinds):
             options["type"] = _read
-        self.add_argument(*flags, metavar=_metavar(field), help=text, **options)
+        self.add_argument(flag, metavar=_metavar(field), help=text, **options)
 
     def parse_args(self, arguments: Sequence[str]) -> Settings:  # type: ignore[override]
         """

@@ -190,7 +190,6 @@ def load_line(health: LoadHealth, wanted: bool = False) -> str:
 
     Args:
         wanted: whether an expert map asks for uneven loads.
-        mixed: whether `moe-peft mix` made the model, without training, on which there is no advice then.
     """
     idle = f"{health.dead} of {health.experts} experts {'are' if health.dead > 1 else 'is'} idle"
     idle = idle if health.dead else "no expert is idle"
@@ -252,6 +251,7 @@ def load_section(health: LoadHealth, wanted: bool = False, mixed: bool = False) 
 
     Args:
         wanted: whether an expert map asks for uneven loads.
+        mixed: whether `moe-peft mix` made the model, without training, on which there is no advice then.
     """
     text = [
         "The load of a layer is how its tokens are shared out among its experts. CV, the spread of their shares "

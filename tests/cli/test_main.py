@@ -58,7 +58,7 @@ def test_help_version_and_missing_folders_load_nothing_heavy():
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_short_help_says_what_the_complete_parser_does(command):
     module = import_module(COMMANDS[command].module, "moe_peft.cli")
-    complete = module.complete_parser(prog=command).actions
+    complete = module.parser(command).complete().actions
     for action in module.parser(command)._actions:
         if action.dest not in ("help", "config"):
             known = complete[action.dest]

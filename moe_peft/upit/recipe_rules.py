@@ -21,7 +21,7 @@ from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.messages import InputError, choice_error
-from ..utils.validation import prefixed, validate
+from ..utils.validation import check_fields, prefixed
 from .methods import METHODS, Method
 from .recipe_fields import NONE, RecipeFields, require
 
@@ -93,7 +93,7 @@ def _check_fields(
     for key in settings:
         if key in decided:
             raise InputError(f"{path}.{key}: {decided[key]}")
-    validate(kind, settings, path, documented)
+    check_fields(kind, settings, path, documented)
 
 
 def _check_no_keys(section: str, settings: Mapping[str, Any], mode: str, other: str) -> None:

@@ -134,37 +134,31 @@ class DataSettings(Settings):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
+    """A model of values that came as text."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled key first
+        raise InputError(_explain(kind, errors[0])) from None
+
+
 # What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and
 # a word on a command line is true or false in a file.
 _ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
 
-Model = TypeVar("Model", bound=BaseModel)
 
-
-@typing.overload
-def validate(kind: type[Model], values: Mapping[str, Any], path: str = "", documented: str | None = None) -> Model: ...
-@typing.overload
-def validate(
-    kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None
-) -> dict[str, Any]: ...
-def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> Any:
+def check_fields(kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> None:
     """
-    Check values that came as text.
+    Check values that came as text, of some fields of a dataclass.
 
     Args:
-        kind: a pydantic model; or a dataclass, some of whose fields are in `values`.
         path: the section that has the values, dotted; it begins the message.
         documented: where the fields are documented, if they are too many to list.
-
-    Returns:
-        the model; or for a dataclass, which is not made here, the values as a dictionary.
     """
-    if issubclass(kind, BaseModel):
-        try:
-            return kind.model_validate(dict(values))
-        except ValidationError as error:
-            errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled key first
-            raise InputError(_explain(kind, errors[0], path)) from None
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     for name, value in values.items():
@@ -173,7 +167,6 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
         _check_type(f"{section}{name}", value, hints[name] | _ALSO.get(name, hints[name]))
         if "learning_rate" in fields:
             check_range(name, value, section)
-    return dict(values)
 
 
 @contextmanager
@@ -193,11 +186,11 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _explain(kind: Any, error: Any, path: str) -> str:
+def _explain(kind: Any, error: Any) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
     if error["type"] == "value_error":  # from a check of ours, which names the field itself
         return error["msg"].removeprefix("Value error, ")
-    names, fields, of_keys = [path] if path else [], kind.model_fields, False
+    names, fields, of_keys = [], kind.model_fields, False
     for part in error["loc"]:  # names of fields, keys; the rest says which alternative of a type was tried
         if part in fields:
             names.append(str(part))

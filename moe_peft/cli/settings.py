@@ -66,12 +66,13 @@ class SettingsParser(GroupedParser):
         self, kind: type[Settings], prog: str, *, groups: Mapping[str, Collection[str]] | None = None, **kwargs: Any
     ) -> None:
         self.kind, fields = kind, kind.model_fields
-        required = [f"{_flag(name)} {_metavar(field)}" for name, field in fields.items() if field.is_required()]
+        names = dict.fromkeys([*chain(*(groups or {}).values()), *fields])
+        required = [f"{_flag(name)} {_metavar(fields[name])}" for name in names if fields[name].is_required()]
         usage = " ".join(["%(prog)s", *required, "[options]"])
         super().__init__(prog, groups=groups or {}, allow_abbrev=False, **{"usage": usage, **kwargs})
         if "config" not in fields:
             self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
-        for name in dict.fromkeys([*chain(*self.groups.values()), *fields]):
+        for name in names:
             field = fields[name]
             no_default = field.is_required() or field.default is None or field.default == []
             default = "" if no_default else f" (default: {field.default})"

@@ -81,7 +81,7 @@ def test_keys_of_other_programs_are_those_that_the_commands_answer():
     rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
     listed = {key.strip("`"): here.replace("`", "") for keys, here in rows for key in keys.split(", ")}
     assert listed == FOREIGN
-    settings = {command: command.complete_parser().actions for command in (sft, dpo)}
+    settings = {command: command.parser("").complete().actions for command in (sft, dpo)}
     assert not [key for key in FOREIGN for known in settings.values() if key in known]
     for key, here in FOREIGN.items():
         named = re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", re.sub(r": \w+|\w+\.json", "", here))

@@ -164,8 +164,7 @@ def write_html(
             load_section(health, has_map, bool(about.get("mixed"))),
             _layers(statistics),
             *_similarity(about["similarity"], about["similarity_of"], names),
-            *_token_classes(statistics, figures, names),
-            *_coactivation(figures),
+            *_token_classes(statistics, names),
         ]
         subject = f"MoE-LoRA on {model_name(about['base'])}" if about["base"] else model_name(about["model"])
         return write_page(path, f"Where the tokens go: {subject}", list(filter(None, lead)), sections, facts)
@@ -191,7 +190,6 @@ def load_line(health: LoadHealth, wanted: bool = False) -> str:
 
     Args:
         wanted: whether an expert map asks for uneven loads.
-        mixed: whether `moe-peft mix` made the model, without training, on which there is no advice then.
     """
     idle = f"{health.dead} of {health.experts} experts {'are' if health.dead > 1 else 'is'} idle"
     idle = idle if health.dead else "no expert is idle"
@@ -253,6 +251,7 @@ def load_section(health: LoadHealth, wanted: bool = False, mixed: bool = False) 
 
     Args:
         wanted: whether an expert map asks for uneven loads.
+        mixed: whether `moe-peft mix` made the model, without training, on which there is no advice then.
     """
     text = [
         "The load of a layer is how its tokens are shared out among its experts. CV, the spread of their shares "
@@ -397,29 +396,15 @@ def _compliance(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> I
     )
 
 
-def _coactivation(figures: Mapping[str, Path]) -> Iterator[Section]:
-    if "coactivation" in figures:
-        text = "Of the tokens of the row's expert, the share that the column's expert serves, too."
-        yield Section("Which experts work together", [text], figure=figures["coactivation"])
-
-
-def _token_classes(
-    statistics: RoutingStatistics, figures: Mapping[str, Path], names: Sequence[str] | None
-) -> Iterator[Section]:
-    if "token_classes" not in figures:
-        return
+def _token_classes(statistics: RoutingStatistics, names: Sequence[str] | None) -> Iterator[Section]:
     rows = []
     for name, counts_LN in zip(TOKEN_CLASSES, statistics.class_counts, strict=True):
         if counts_LN.any():
             share_LN = counts_LN / counts_LN.sum(1, keepdim=True).clamp(min=1)
             rows.append([name, strongest(share_LN, _BUSIEST, names)])
-    yield Section(
-        "Kinds of tokens",
-        ["Which experts get each kind of token."],
-        header=["kind", "busiest experts (share)"],
-        rows=rows,
-        figure=figures["token_classes"],
-    )
+    if rows:
+        text = "Which experts get each kind of token."
+        yield Section("Kinds of tokens", [text], header=["kind", "busiest experts (share)"], rows=rows)
 
 
 def _inlined(path: Path, title: str) -> Markup:

@@ -23,81 +23,47 @@ from ..utils.messages import InputError
 from ..utils.model_card import is_untrained_mixture
 from .html import EFFECTIVE, STRONGEST, numbering, strongest, write_html
 from .inputs import Rows, describe, load_rows
+from .inspect_settings import InspectSettings
 from .recorder import RoutingStatistics, record_routing
-from .routing_report import REPORT, write_report
+from .routing_report import is_report, replaced_report, write_report
 from .texts import sample_texts
 from .token_classes import classify_tokens
 
 
 @torch.no_grad()
-def inspect_model(
-    model_path: str,
-    data: str,
-    output_dir: str | Path,
-    *,
-    base: str | None = None,
-    label_column: str | None = None,
-    expert_map: dict[str, list[int]] | None = None,
-    split: str = "train",
-    dtype: str = "auto",
-    quantization: dict[str, Any] | None = None,
-    position_width: int | None = None,
-    suffix: str = ".png",
-    html: bool = False,
-    batch_size: int = 8,
-    max_length: int = 1024,
-    max_examples: int | None = None,
-) -> RoutingStatistics:
+def inspect_model(settings: InspectSettings) -> RoutingStatistics:
     """
     Report the routing of an adapter or a native MoE on a dataset: tables, figures and a printed summary, which also
-    has the model's size and the similarity of its experts.
-
-    Args:
-        model_path: the folder of an adapter or a native MoE.
-        data: a .json, .jsonl, .csv or .parquet file, or a dataset's name; in a format that TRL accepts.
-        output_dir: the folder for the files of `write_report`: a new one, or one with an earlier report.
-        base: an adapter's base; None takes the one that it names.
-        label_column: the column that holds the domains.
-        expert_map: domain → experts, for compliance.
-        split: the split of the data.
-        dtype: of the weights, as `from_pretrained` takes it.
-        quantization: fields of `BitsAndBytesConfig`.
-        position_width: compliance by position in buckets of this width, see `RoutingStatistics`.
-        suffix: the figures' format: ".png", ".pdf" or ".svg".
-        html: also write `report.html`, a page that has all of it and explains it.
-        batch_size: examples per forward pass.
-        max_length: tokens per example; longer ones are truncated.
-        max_examples: how many examples to use, from the first on; None: all.
+    has the model's size and the similarity of its experts. `settings.output` is a new folder, or one with an earlier
+    report.
     """
-    if position_width is not None and expert_map is None:
-        raise InputError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
-    with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
-        opened = open_folder(model_path, "--model", base=base)
-        model, tokenizer = opened.load(dtype, quantization), opened.tokenizer
+    with output_folder(settings.output, "output", is_report) as folder:
+        opened = open_folder(settings.model, "--model", base=settings.base)
+        model, tokenizer = opened.load(settings.dtype, settings.quantization), opened.tokenizer
         rows = load_rows(
-            tokenizer, data, label_column, split,
-            batch_size=batch_size, max_length=max_length, max_examples=max_examples,
+            tokenizer, settings.data, settings.label_column, settings.split, batch_size=settings.batch_size,
+            max_length=settings.max_length, max_examples=settings.max_examples,
         )  # fmt: skip
-        statistics = _recorded(model, tokenizer, rows, expert_map, position_width, dtype)
-        texts = sample_texts(model, tokenizer, rows) if html else None
-        about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
-        about["mixed"] = is_untrained_mixture(model_path)
-        with REPORT.replaced(folder) as partial:
-            files = write_report(statistics, partial, suffix, about)
+        statistics = _recorded(model, tokenizer, rows, settings.expert_map, settings.dtype)
+        texts = sample_texts(model, tokenizer, rows) if settings.html else None
+        about = {
+            "model": settings.model, **_about(model), "mixed": is_untrained_mixture(settings.model),
+            "data": settings.data, "split": settings.split, "examples": len(rows.data),
+        }  # fmt: skip
+        with replaced_report(folder) as partial:
+            files = write_report(statistics, partial, f".{settings.figures}", about)
             if texts is not None:
                 files.append(write_html(statistics, partial / "report.html", about, files, texts))
     _print(statistics, about, [folder / path.name for path in files])
     return statistics
 
 
-def _recorded(
-    model: Any, tokenizer: Any, rows: Rows, expert_map: Any, position_width: int | None, dtype: str
-) -> RoutingStatistics:
+def _recorded(model: Any, tokenizer: Any, rows: Rows, expert_map: Any, dtype: str) -> RoutingStatistics:
     """The routing of all rows."""
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     device = next(model.parameters()).device
-    with record_routing(model, in_order(labels, expert_map), expert_map, classes, position_width) as statistics:
+    with record_routing(model, in_order(labels, expert_map), expert_map, classes) as statistics:
         for start in tqdm(range(0, len(rows.data), rows.batch_size), desc="routing"):
             stop = min(start + rows.batch_size, len(rows.data))
             batch = rows.collator([rows.data[i] for i in range(start, stop)])

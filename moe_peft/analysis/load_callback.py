@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transformers import TrainerCallback
 
+from ..utils.io import read_json, write_json
+from .figures import plot_curves
 from .recorder import record_routing
-from .routing_report import read_load_over_time, write_load_over_time
 
 logger = logging.getLogger("moe_peft")
 
@@ -25,7 +27,6 @@ class LoadCallback(TrainerCallback):
     Args:
         output_dir: the folder for the files.
         every: the number of steps in each point of the figure.
-        suffix: the figure's format: ".png", ".pdf" or ".svg".
 
     Raises:
         ValueError: when training begins: the model has no routers.
@@ -38,15 +39,18 @@ class LoadCallback(TrainerCallback):
     ```
     """
 
-    def __init__(self, output_dir: str | Path, every: int = 10, suffix: str = ".png") -> None:
-        self.output_dir, self.every, self.suffix = Path(output_dir), every, suffix
+    def __init__(self, output_dir: str | Path, every: int = 10) -> None:
+        self.output_dir, self.every = Path(output_dir), every
         self.points: list[dict[str, Any]] = []
         self._recording = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._recording.close()  # of a training that ended with an error
         done = getattr(state, "global_step", 0)
-        self.points = read_load_over_time(self.output_dir, done) if done else []
+        self.points = []
+        with suppress(ValueError, KeyError, TypeError):  # there are none, or not ours
+            points = read_json(self.output_dir / "load.json")["points"] if done else []
+            self.points = [point for point in points if point["step"] <= done]
         self._statistics = self._recording.enter_context(record_routing(model, training_only=True))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,7 +67,16 @@ class LoadCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.points and state.is_world_process_zero:
-            write_load_over_time(self.points, self.output_dir, self.suffix)
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            curves = {
+                "most uneven layer": lambda point: max(point["variations"]),
+                "median layer": lambda point: median(point["variations"]),
+                "most even layer": lambda point: min(point["variations"]),
+                "untrained gates": lambda point: point["untrained"],
+            }
+            drawn = {name: [(point["step"], value(point)) for point in self.points] for name, value in curves.items()}
+            plot_curves(drawn, self.output_dir / "load.png", "step", "coefficient of variation of the load", "linear")
+            write_json(self.output_dir / "load.json", {"points": self.points})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_save(args, state, control)

@@ -24,7 +24,6 @@ from ..utils.messages import InputError
 from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
-LINEAR_BUCKETS = 64  # of a given width
 
 
 class RoutingStatistics:
@@ -41,18 +40,16 @@ class RoutingStatistics:
         domains: the names of the D domains.
         expert_map: domain → experts that should serve it, for compliance; see `read_expert_map`.
         token_classes: the class (index into `TOKEN_CLASSES`) of every token of the vocabulary, [V].
-        position_width: compliance by position has 64 buckets of this many tokens, and the last has all further ones;
-            None: 16 buckets of doubling width, which begin at 0, 1, 3, 7, ….
 
     Attributes:
         counts: number of (token, slot) assignments, float64 [D, L, n].
         tokens: number of tokens, [D].
         effective_sums: sum of the tokens' effective numbers of experts, float64 [D, L].
-        coactivation: number of tokens that both experts serve, [L, n, n].
         class_counts: number of assignments by token class, [C, L, n].
         broken: whether a layer's logits were NaN or infinite, so that its numbers say nothing, bool [L].
-        domain_compliance_sums: sum of compliance by domain, layer and position bucket, [D, L, P].
-        domain_compliance_tokens: number of tokens by domain and position bucket, [D, P].
+        compliance_sums: sum of compliance by domain, layer and position bucket, [D, L, P]. The 16 buckets have doubling
+            widths: they begin at 0, 1, 3, 7, ….
+        compliance_tokens: number of tokens by domain and position bucket, [D, P].
 
     Raises:
         ValueError: `expert_map` lacks a domain or has no valid form.
@@ -80,13 +77,10 @@ class RoutingStatistics:
         domains: Sequence[str] = ("all",),
         expert_map: Mapping[str, Sequence[int]] | None = None,
         token_classes: torch.Tensor | None = None,
-        position_width: int | None = None,
     ) -> None:
         L, n, D = len(sizes), max(sizes), len(domains)
         self.sizes, self.ks, self.domains = list(sizes), list(ks), [label_text(domain) for domain in domains]
         self.token_classes = token_classes
-        self.position_width = position_width
-        P = LINEAR_BUCKETS if position_width else POSITION_BUCKETS
         self.expert_map, self.allowed = None, None
         if expert_map is not None:
             experts = read_expert_map(expert_map, n, "expert_map")
@@ -98,11 +92,10 @@ class RoutingStatistics:
         self.counts = torch.zeros(D, L, n, dtype=torch.float64)
         self.tokens = torch.zeros(D, dtype=torch.float64)
         self.effective_sums = torch.zeros(D, L, dtype=torch.float64)
-        self.coactivation = torch.zeros(L, n, n, dtype=torch.float64)
         self.class_counts = torch.zeros(len(TOKEN_CLASSES), L, n, dtype=torch.float64)
         self.broken = torch.zeros(L, dtype=torch.bool)
-        self.domain_compliance_sums = torch.zeros(D, L, P, dtype=torch.float64)
-        self.domain_compliance_tokens = torch.zeros(D, P, dtype=torch.float64)
+        self.compliance_sums = torch.zeros(D, L, POSITION_BUCKETS, dtype=torch.float64)
+        self.compliance_tokens = torch.zeros(D, POSITION_BUCKETS, dtype=torch.float64)
         self.current: Any = self.domains[0]  # of the next batch, or one for each of its rows
 
     @torch.no_grad()
@@ -142,20 +135,20 @@ class RoutingStatistics:
         weight_T = mask_BS[:, start:].flatten().float().to(first)
         domain_T = self._domains_of(rows).to(first).repeat_interleave(length)
         domain_TD = F.one_hot(domain_T, len(self.domains)).float() * weight_T.unsqueeze(1)
-        weighted_LTN = chosen_LTN * weight_T.unsqueeze(-1)
         self.counts += torch.einsum("ltn,td->dln", chosen_LTN, domain_TD).cpu().double()
         self.tokens += domain_TD.sum(0).cpu().double()
         self.effective_sums += (effective_LT @ domain_TD).T.cpu().double()
-        self.coactivation += torch.einsum("ltn,ltm->lnm", weighted_LTN, chosen_LTN).cpu().double()
         if self.token_classes is not None and ids_BS is not None:
             class_TC = F.one_hot(self.token_classes.to(first)[ids_BS.to(first).flatten()], len(TOKEN_CLASSES)).float()
-            self.class_counts += torch.einsum("ltn,tc->cln", weighted_LTN, class_TC).cpu().double()
+            class_TC *= weight_T.unsqueeze(1)
+            self.class_counts += torch.einsum("ltn,tc->cln", chosen_LTN, class_TC).cpu().double()
         if self.allowed is not None:
             inside_LT = (logits_LTN.softmax(-1) * self.allowed.to(first)[domain_T]).sum(-1)
             positions_T = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, start:].flatten().to(first)
-            bucket_TP = F.one_hot(self._buckets_of(positions_T), self.domain_compliance_tokens.shape[1]).float()
-            self.domain_compliance_sums += torch.einsum("lt,td,tp->dlp", inside_LT, domain_TD, bucket_TP).cpu().double()
-            self.domain_compliance_tokens += (domain_TD.T @ bucket_TP).cpu().double()
+            buckets_T = (positions_T + 1).float().log2().floor().long().clamp(max=POSITION_BUCKETS - 1)
+            bucket_TP = F.one_hot(buckets_T, POSITION_BUCKETS).float()
+            self.compliance_sums += torch.einsum("lt,td,tp->dlp", inside_LT, domain_TD, bucket_TP).cpu().double()
+            self.compliance_tokens += (domain_TD.T @ bucket_TP).cpu().double()
 
     def _domains_of(self, rows: int) -> torch.Tensor:
         """The index of each row's domain, [B]."""
@@ -169,26 +162,10 @@ class RoutingStatistics:
             raise InputError(f"domain {domain!r}: no such domain; there is {self.domains}")
         return self.domains.index(label_text(domain))
 
-    def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
-        if self.position_width is not None:
-            return (positions // self.position_width).long().clamp(max=LINEAR_BUCKETS - 1)
-        return (positions + 1).float().log2().floor().long().clamp(max=POSITION_BUCKETS - 1)
-
     @property
     def position_starts(self) -> list[int]:
         """The first position of each bucket, [P]."""
-        P = self.domain_compliance_tokens.shape[1]
-        return [p * self.position_width if self.position_width is not None else 2**p - 1 for p in range(P)]
-
-    @property
-    def compliance_sums(self) -> torch.Tensor:
-        """Sum of compliance by layer and position bucket, [L, P]."""
-        return self.domain_compliance_sums.sum(0)
-
-    @property
-    def compliance_tokens(self) -> torch.Tensor:
-        """Number of tokens by position bucket, [P]."""
-        return self.domain_compliance_tokens.sum(0)
+        return [2**p - 1 for p in range(POSITION_BUCKETS)]
 
     def shares(self) -> dict[str, torch.Tensor]:
         """Domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
@@ -209,23 +186,18 @@ class RoutingStatistics:
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
         return {self.domains[i]: self.effective_sums[i] / self.tokens[i] for i in seen}
 
-    def compliance(self) -> torch.Tensor:
-        """Mean compliance by layer and position bucket, over all domains, [L, P]; NaN for buckets without tokens."""
-        self._needs_map()
-        return self.compliance_sums / self.compliance_tokens
-
     def compliance_by_domain(self) -> dict[str, torch.Tensor]:
-        """Domain → mean compliance by layer and position bucket, [L, P], as `compliance`; for domains with tokens."""
+        """Domain → mean compliance by layer and position bucket, [L, P]; NaN without tokens there."""
         self._needs_map()
-        sums, tokens = self.domain_compliance_sums, self.domain_compliance_tokens
+        sums, tokens = self.compliance_sums, self.compliance_tokens
         return {d: sums[i] / tokens[i] for i, d in enumerate(self.domains) if tokens[i].any()}
 
     def mean_compliance(self, domain: str | None = None) -> float:
         """Mean compliance over all tokens and layers; of one domain, if it is named. NaN without tokens."""
         self._needs_map()
         at = slice(None) if domain is None else self._index(domain)
-        tokens = self.domain_compliance_tokens[at].sum()
-        return float(self.domain_compliance_sums[at].sum() / tokens / len(self.sizes))
+        tokens = self.compliance_tokens[at].sum()
+        return float(self.compliance_sums[at].sum() / tokens / len(self.sizes))
 
     def chance(self) -> dict[str, float]:
         """Domain → the compliance of uniform routers: its share of the experts, averaged over layers."""
@@ -269,9 +241,7 @@ class RoutingStatistics:
             "shares": {domain: share.tolist() for domain, share in self.shares().items()},
             "effective_experts": {domain: of_layers.tolist() for domain, of_layers in self.effective().items()},
             "load": {**vars(health), "status": health.status},
-            "coactivation": self.coactivation.tolist(),
             "token_classes": dict(zip(TOKEN_CLASSES, self.class_counts.tolist(), strict=True)),
-            "compliance": None,
             "mean_compliance": None,
             **({} if self.allowed is None else self._compliance_as_dict()),
             "specialization": {domain: of_layers.tolist() for domain, of_layers in self.specialization().items()},
@@ -282,7 +252,6 @@ class RoutingStatistics:
         """-1 stands for buckets without tokens."""
         by_domain = self.compliance_by_domain()
         return {
-            "compliance": self.compliance().nan_to_num(-1).tolist(),
             "mean_compliance": self.mean_compliance() if by_domain else None,
             "position_starts": self.position_starts,
             "compliance_by_domain": {name: share_LP.nan_to_num(-1).tolist() for name, share_LP in by_domain.items()},
@@ -297,7 +266,6 @@ def record_routing(
     domains: Sequence[str] = ("all",),
     expert_map: Mapping[str, Sequence[int]] | None = None,
     token_classes: torch.Tensor | None = None,
-    position_width: int | None = None,
     training_only: bool = False,
 ) -> Iterator[RoutingStatistics]:
     """
@@ -312,7 +280,6 @@ def record_routing(
         domains: the names of the domains.
         expert_map: domain → experts that should serve it, for compliance; indices or masks, see `read_expert_map`.
         token_classes: the class of every token of the vocabulary, see `RoutingStatistics`.
-        position_width: compliance by position in buckets of this width, see `RoutingStatistics`.
         training_only: leave out passes without gradients, as those of an evaluation or of a DPO trainer's reference.
 
     Raises:
@@ -336,7 +303,7 @@ def record_routing(
     """
     layers = routed_layers(model, "record_routing")
     sizes, ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
-    statistics = RoutingStatistics(sizes, ks, domains, expert_map, token_classes, position_width)
+    statistics = RoutingStatistics(sizes, ks, domains, expert_map, token_classes)
 
     generation = getattr(base_model(model), "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)

@@ -17,8 +17,7 @@ from .routes import Routes, record_routes
 
 MOST_TEXTS, MOST_OF_A_DOMAIN, MOST_TOKENS = 12, 4, 200
 
-# Of each layer, the page has a string of experts (each token's by its number plus 1, in as many digits for all; 0 is
-# none) and one of their shares in percent (two digits; 00 is 100), which its script paints the tokens with.
+# Of each layer, the page has the tokens' experts (-1: none) and their shares in percent, by which its script paints.
 _PART = """\
 <style>
 {{ style }}
@@ -41,12 +40,11 @@ _PART = """\
 const routes = JSON.parse(document.getElementById("routes").textContent), layer = document.getElementById("layer");
 const legends = document.querySelectorAll(".legend"), tokens = document.querySelectorAll(".tokens span");
 function paint() {
-  const {experts, shares, colors} = routes.layers[layer.value], digits = routes.digits;
+  const {experts, shares, colors} = routes.layers[layer.value];
   legends.forEach((legend, i) => legend.hidden = i != layer.value);
   tokens.forEach((token, i) => {
-    const expert = experts.slice(i * digits, (i + 1) * digits) - 1;
-    token.className = "c" + colors.indexOf(expert);
-    token.title = expert < 0 ? "no expert" : `${routes.names[expert]} ${+shares.slice(2 * i, 2 * i + 2) || 100} %`;
+    token.className = "c" + colors.indexOf(experts[i]);
+    token.title = experts[i] < 0 ? "no expert" : `${routes.names[experts[i]]} ${shares[i]} %`;
   });
 }
 layer.addEventListener("input", paint);
@@ -89,16 +87,12 @@ class Texts:
         for label, tokens in zip(self.labels, self.tokens, strict=True):
             texts.append((label, painted(tokens, routes, telling, start)))
             start += len(tokens)
-        digits = len(str(len(routes.experts)))
         data = {
             "names": names_of(routes),
-            "digits": digits,
             "layers": [
                 {
-                    "experts": "".join(f"{expert + 1:0{digits}}" for expert in routes.leading_T(router)),
-                    "shares": "".join(
-                        f"{max(1, round(100 * share)) % 100:02}" for share in routes.shares_TN(router).amax(-1).tolist()
-                    ),
+                    "experts": routes.leading_T(router),
+                    "shares": [max(1, round(100 * share)) for share in routes.shares_TN(router).amax(-1).tolist()],
                     "colors": [*routes.colors(router)],
                 }
                 for router in routers

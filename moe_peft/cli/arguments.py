@@ -29,7 +29,7 @@ from ..training.resuming import names_checkpoint
 from ..training.router_config import RouterLossConfig, Stage
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
-from ..utils.validation import check_range, prefixed, read_settings, read_yaml, validate
+from ..utils.validation import check_fields, check_range, prefixed, read_settings, read_yaml
 from .foreign import said_of
 from .help import GroupedParser
 
@@ -279,7 +279,7 @@ class TrainingParser(GroupedParser, TrlParser):
                     settings[key] = [value]
             for kind in self.kinds:
                 names = {f.name for f in dataclasses.fields(kind)} & settings.keys() - {"stages"}
-                validate(kind, {name: settings[name] for name in names})
+                check_fields(kind, {name: settings[name] for name in names})
         return settings
 
 
@@ -335,7 +335,7 @@ def training_stages(options: Options) -> dict[str, Any]:
             raise InputError(f"{path}={settings!r}: must be a mapping of settings")
         for key in _OF_ALL_STAGES.keys() & settings.keys():
             raise InputError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
-        validate(type(training), settings, path)
+        check_fields(type(training), settings, path)
         common = {key: options.given[key] for key in names} | {"learning_rate": training.learning_rate}
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)

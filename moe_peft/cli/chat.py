@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from ..utils.messages import InputError
-from ..utils.validation import Count, Flag, Number, Text
-from .settings import SettingsParser, WeightSettings, check_models
+from ..utils.validation import Count, Flag, Number, Text, WeightSettings
+from .settings import SettingsParser, check_models
 
 EXAMPLE = r"""
 examples:

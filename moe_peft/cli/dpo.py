@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from .usual_options import USUAL as OF_TRAINING
-from .usual_options import UsualOptions
+from .usual_options import DPO, UsualOptions
 
 if TYPE_CHECKING:
-    from .arguments import Options, TrainingParser
+    from .arguments import Options
 
 ADAPTER_RATE = 5e-6  # five times TRL's default, which is for all weights
-USUAL = (*OF_TRAINING, "beta")
+USUAL = [*chain(*DPO.values())]
 EXAMPLE = r"""
 example:
   moe-peft dpo --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \
@@ -22,25 +22,14 @@ example:
 
 def parser(prog: str) -> UsualOptions:
     return UsualOptions(
-        complete_parser,
+        "MoEDPOConfig",
+        DPO,
         f"{ADAPTER_RATE:g} for an adapter, 1e-06 for all weights",
-        labels=False,
-        more={"beta": ("X", "How strongly deviation from the reference is penalized.", 0.1)},
         prog=prog,
         description="Tune a MoE-LoRA adapter, or a native MoE, by DPO. All options may be keys of a YAML file "
         "(--config).",
         epilog=EXAMPLE,
     )
-
-
-def complete_parser(**kwargs: Any) -> TrainingParser:
-    from ..training.trainers import MoEDPOConfig  # only now: these imports take seconds
-    from .arguments import TrainingParser
-
-    parser = TrainingParser(MoEDPOConfig, **kwargs)
-    rate = parser.actions["learning_rate"]
-    rate.help = f"The learning rate (default: {ADAPTER_RATE:g} for an adapter, {rate.default:g} for all weights)."
-    return parser
 
 
 def run(options: Options) -> None:

@@ -6,15 +6,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
 from ..native.formats import FORMATS
 from ..utils.io import read_text
-from ..utils.messages import InputError, one_line
+from ..utils.messages import InputError, choice_error, one_line
 from ..utils.validation import Settings, Text
-from .settings import SettingsParser, check_models, one_of
+from .settings import SettingsParser, check_models
 
 _ABOUT = [f"{name}: {form.about}{f' (extra {form.extra})' * bool(form.extra)}" for name, form in FORMATS.items()]
 _DTYPES = [f"{', '.join(form.dtypes)} ({name})" for name, form in FORMATS.items()]
@@ -31,7 +30,7 @@ class ExportSettings(Settings):
         None, title="PATH", description="the base in full precision; default: the one that the adapter names"
     )
     output: Text = Field(title="PATH", description="folder for the MoE, new or empty, or a file")
-    format: Annotated[Text, one_of(FORMATS)] = Field("safetensors", title="NAME", description="; ".join(_ABOUT))
+    format: Text = Field("safetensors", title="NAME", description="; ".join(_ABOUT))
     family: Text | None = Field(
         None, title="NAME", description="model type of the MoE, e.g. mixtral; default: the one that fits"
     )
@@ -55,6 +54,8 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: ExportSettings) -> None:
+    if settings.format not in FORMATS:  # which plugins may add to
+        raise InputError(choice_error("format", settings.format, FORMATS))
     # What the format does not read.
     written, source = FORMATS[settings.format], settings.adapter or settings.model
     if source is None or (settings.adapter and settings.model):

@@ -1,46 +1,18 @@
-"""`moe-peft inspect`."""
+"""`moe-peft inspect`; its options are the fields of `InspectSettings`."""
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from ..utils.validation import Count, Flag, Text
-from .settings import DataSettings, FigureFormat, SettingsParser, WeightSettings, check_files, check_models
+from ..analysis.inspect_settings import InspectSettings
+from ..utils.validation import DataSettings
+from .settings import SettingsParser, check_files, check_models
 
 EXAMPLE = r"""
 example:
   moe-peft inspect --model adapter --data trl-lib/Capybara --max-examples 64
 """
-
-
-class InspectSettings(WeightSettings, DataSettings):
-    """The settings of `moe-peft inspect`."""
-
-    model: Text = Field(title="FOLDER", description="an adapter or a native MoE")
-    base: Text | None = Field(None, title="PATH", description="an adapter's base; default: the one that it names")
-    data: Text = Field(title="FILE", description="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
-    label_column: Text | None = Field(None, title="NAME", description="column that holds the domains")
-    output: Text = Field("routing", title="FOLDER", description="folder for tables and figures")
-    html: Flag = Field(False, description="also write report.html, a page that explains itself")
-    figures: FigureFormat = Field("png", description="format of the figures")
-    expert_map: dict[str | int, list[int]] | None = Field(
-        None, description='domain → experts, for compliance, e.g. {"code": [0, 1]}, or masks, {"code": [1, 1, 0, 0]}'
-    )
-    position_width: Count | None = Field(
-        None, title="TOKENS", description="compliance in steps of this many positions instead of doubling widths"
-    )
-
-
 _GROUPS = {
-    "Model and data": (
-        "model",
-        "base",
-        *WeightSettings.model_fields,
-        "data",
-        *DataSettings.model_fields,
-        "label_column",
-    ),
-    "Report": ("output", "html", "figures", "expert_map", "position_width"),
+    "Model and data": ("model", "base", "dtype", "quantization", "data", *DataSettings.model_fields, "label_column"),
+    "Report": ("output", "html", "figures", "expert_map"),
 }
 
 
@@ -54,5 +26,4 @@ def run(settings: InspectSettings) -> None:
     check_files(**{"--data": settings.data})
     from ..analysis.inspect import inspect_model  # only now: these imports take seconds
 
-    others = settings.model_dump(exclude={"model", "data", "output", "figures"})
-    inspect_model(settings.model, settings.data, settings.output, suffix=f".{settings.figures}", **others)
+    inspect_model(settings)

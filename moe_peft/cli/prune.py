@@ -9,8 +9,8 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from ..utils.validation import Count, Share, Text
-from .settings import DataSettings, SettingsParser, check_files, check_models
+from ..utils.validation import Count, DataSettings, Share, Text
+from .settings import SettingsParser, check_files, check_models
 
 if TYPE_CHECKING:
     from ..pruning import Pruning

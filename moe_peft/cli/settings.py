@@ -3,77 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
 from pydantic.fields import FieldInfo
 
-from ..utils.messages import InputError, choice_error, one_line, unknown_key
-from ..utils.validation import Count, Settings, Text, plain_types, read_settings, read_yaml, validate
+from ..utils.messages import InputError, one_line, unknown_key
+from ..utils.validation import Settings, plain_types, read_settings, read_yaml, validate
 from .help import GroupedParser
-
-# --- types of fields -------------------------------------------------------------------------------------------------
-
-
-def one_of(names: Collection[str]) -> AfterValidator:
-    """Names from a table, which plugins may add to."""
-
-    def check(value: Any, field: ValidationInfo) -> Any:
-        if value not in names:
-            raise ValueError(choice_error(str(field.field_name), value, names))
-        return value
-
-    return AfterValidator(check)
-
-
-@BeforeValidator
-def joined_by_commas(values: Any) -> Any:
-    """A list whose texts may each hold several, `a,b`, and which a file may write as numbers."""
-    if not isinstance(values, list):
-        return values
-    texts = [str(value) if type(value) is int else value for value in values]
-    return [part for text in texts for part in (text.split(",") if isinstance(text, str) else [text]) if part != ""]
-
-
-def settings_of(kind: type) -> Any:
-    """The settings that are the fields of a dataclass, made by `moe_peft.utils.settings.setting`."""
-    hints = get_type_hints(kind)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], Field(field.default, description=field.metadata["help"]))
-        for field in dataclasses.fields(kind)
-        if field.default is not dataclasses.MISSING
-    }
-    return create_model(kind.__name__, __base__=Settings, **fields)
-
-
-# As `moe_peft.analysis.figures.FORMATS`.
-FigureFormat = Literal["png", "pdf", "svg"]
-
-
-# --- settings of several commands ------------------------------------------------------------------------------------
-
-
-class WeightSettings(Settings):
-    """How the weights are held in memory."""
-
-    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
-    quantization: dict[str, Any] | None = Field(
-        None, description='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
-    )
-
-
-class DataSettings(Settings):
-    """Which examples run through a model, and how."""
-
-    split: Text = Field("train", title="NAME", description="split of the data, e.g. train[:100]; a file has only train")
-    batch_size: Count = Field(8, description="examples per forward pass")
-    max_length: Count = Field(1024, description="maximum tokens per example")
-    max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
-
 
 # --- paths -----------------------------------------------------------------------------------------------------------
 
@@ -127,12 +66,13 @@ class SettingsParser(GroupedParser):
         self, kind: type[Settings], prog: str, *, groups: Mapping[str, Collection[str]] | None = None, **kwargs: Any
     ) -> None:
         self.kind, fields = kind, kind.model_fields
-        required = [f"{_flag(name)} {_metavar(field)}" for name, field in fields.items() if field.is_required()]
+        names = dict.fromkeys([*chain(*(groups or {}).values()), *fields])
+        required = [f"{_flag(name)} {_metavar(fields[name])}" for name in names if fields[name].is_required()]
         usage = " ".join(["%(prog)s", *required, "[options]"])
         super().__init__(prog, groups=groups or {}, allow_abbrev=False, **{"usage": usage, **kwargs})
         if "config" not in fields:
             self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
-        for name in dict.fromkeys([*chain(*self.groups.values()), *fields]):
+        for name in names:
             field = fields[name]
             no_default = field.is_required() or field.default is None or field.default == []
             default = "" if no_default else f" (default: {field.default})"
@@ -140,13 +80,12 @@ class SettingsParser(GroupedParser):
             self._add(name, field, text.replace("%", "%%"))
 
     def _add(self, name: str, field: FieldInfo, text: str) -> None:
-        flags, kinds = dict.fromkeys((_flag(name), f"--{name}")), {*plain_types(field.annotation)}
+        flag, kinds = _flag(name), {*plain_types(field.annotation)}
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
         if kinds == {bool}:
-            self.add_argument(*flags, action="store_true", help=field.description, **options)
+            self.add_argument(flag, action="store_true", help=field.description, **options)
             if field.default:
-                off = dict.fromkeys((_flag(f"no_{name}"), f"--no_{name}"))
-                self.add_argument(*off, action="store_false", **options)
+                self.add_argument(_flag(f"no_{name}"), action="store_false", **options)
             return
         if bool in kinds:
             options |= {"nargs": "?", "const": True}
@@ -154,7 +93,7 @@ class SettingsParser(GroupedParser):
             options |= {"nargs": "+", "action": "extend"}
         if kinds & {int, float, dict} or (bool in kinds and str not in kinds):
             options["type"] = _read
-        self.add_argument(*flags, metavar=_metavar(field), help=text, **options)
+        self.add_argument(flag, metavar=_metavar(field), help=text, **options)
 
     def parse_args(self, arguments: Sequence[str]) -> Settings:  # type: ignore[override]
         """

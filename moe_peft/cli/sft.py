@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from .usual_options import USUAL as USUAL
-from .usual_options import UsualOptions
+from .usual_options import SFT, UsualOptions
 
 if TYPE_CHECKING:
-    from .arguments import Options, TrainingParser
+    from .arguments import Options
 
 ADAPTER_RATE = 2e-4  # ten times TRL's default, which is for all weights
+USUAL = [*chain(*SFT.values())]
 EXAMPLE = r"""
 example:
   moe-peft sft --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \
@@ -21,24 +22,13 @@ example:
 
 def parser(prog: str) -> UsualOptions:
     return UsualOptions(
-        complete_parser,
+        "MoESFTConfig",
+        SFT,
         f"{ADAPTER_RATE:g} for an adapter, 2e-05 for all weights",
-        labels=True,
-        more={},
         prog=prog,
         description="Fine-tune a MoE-LoRA adapter, or a native MoE. All options may be keys of a YAML file (--config).",
         epilog=EXAMPLE,
     )
-
-
-def complete_parser(**kwargs: Any) -> TrainingParser:
-    from ..training.trainers import MoESFTConfig  # only now: these imports take seconds
-    from .arguments import TrainingParser
-
-    parser = TrainingParser(MoESFTConfig, **kwargs)
-    rate = parser.actions["learning_rate"]
-    rate.help = f"The learning rate (default: {ADAPTER_RATE:g} for an adapter, {rate.default:g} for all weights)."
-    return parser
 
 
 def run(options: Options) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from ..native.upcycle_config import UpcycleConfig
 from ..utils.messages import InputError, install
-from ..utils.validation import Count, Text, Texts
-from .settings import SettingsParser, check_files, check_models, settings_of
+from ..utils.validation import Count, Settings, Text, Texts
+from .settings import SettingsParser, check_files, check_models
 
 # What the short help lists.
 USUAL = (
@@ -30,7 +30,12 @@ _GROUPS = {
                "calibration", "calibration_examples"),
     "Experts": [name for name in _CONFIG if name != "seed"],
 }  # fmt: skip
-_Config: Any = settings_of(UpcycleConfig)
+_HINTS = get_type_hints(UpcycleConfig)
+_FIELDS: dict[str, Any] = {
+    field.name: (_HINTS[field.name], Field(field.default, description=field.metadata["help"]))
+    for field in dataclasses.fields(UpcycleConfig)
+}
+_Config: Any = create_model("UpcycleConfig", __base__=Settings, **_FIELDS)
 
 
 class UpcycleSettings(_Config):

@@ -6,12 +6,16 @@ whose imports take seconds: `arguments` makes the complete parser.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ..utils.validation import read_settings
 from .help import GroupedParser, prepare_help
 from .settings import check_files, check_models
+
+if TYPE_CHECKING:
+    from .arguments import TrainingParser
 
 # Group → option → what the help calls its value, what it says, and the default.
 _MODEL = {
@@ -49,7 +53,16 @@ _OTHER = {
     "adapter": ("FOLDER", "Train this MoE-LoRA adapter further instead of a new one.", None),
     "dry_run": ("true|false", "Print the plan and stop.", False),
 }
-USUAL = (*_MODEL, *_ADAPTER, *_LOSSES, *_LABELS, *_TRAINING, *_OTHER)
+_Options = dict[str, dict[str, tuple[str, str, Any]]]
+SFT: _Options = {
+    "Model and data": _MODEL,
+    "MoE adapter": _ADAPTER,
+    "Router losses": {**_LOSSES, **_LABELS},
+    "Training": _TRAINING,
+    "": _OTHER,
+}
+_BETA = {"beta": ("X", "How strongly deviation from the reference is penalized.", 0.1)}
+DPO: _Options = {**SFT, "Router losses": _LOSSES, "Training": {**_TRAINING, **_BETA}}
 
 
 class UsualOptions(GroupedParser):
@@ -57,36 +70,36 @@ class UsualOptions(GroupedParser):
     The short help of a command that trains; arguments are given to the complete parser.
 
     Args:
-        complete: makes that.
+        config: the trainer's config, a class in `training.trainers`.
+        options: the groups of the short help.
         rates: the default learning rate, as the help has it.
-        labels: whether labels can supervise routers.
-        more: further options of the group "Training".
     """
 
-    def __init__(
-        self, complete: Callable[..., Any], rates: str, labels: bool, more: dict[str, Any], **kwargs: Any
-    ) -> None:
-        training = {**_TRAINING, "learning_rate": ("X", f"Learning rate (default: {rates}).", None), **more}
-        losses = {**_LOSSES, **(_LABELS if labels else {})}
-        groups: dict[str, dict[str, Any]] = {
-            "Model and data": _MODEL,
-            "MoE adapter": _ADAPTER,
-            "Router losses": losses,
-            "Training": training,
-        }
+    def __init__(self, config: str, options: _Options, rates: str, **kwargs: Any) -> None:
+        groups = {title: names for title, names in options.items() if title}
         super().__init__(groups=groups, allow_abbrev=False, usage="%(prog)s [--config FILE] [options]", **kwargs)
-        for name, (metavar, text, default) in {**_MODEL, **_ADAPTER, **losses, **training, **_OTHER}.items():
+        self.config, self.rates, self.made_with = config, f"Learning rate (default: {rates}).", kwargs
+        for name, (metavar, text, default) in chain(*(names.items() for names in options.values())):
+            text = self.rates if name == "learning_rate" else text
             nargs = "?" if metavar == "true|false" else None
             self.add_argument(f"--{name}", metavar=metavar, help=text, default=default, nargs=nargs)
-        self.complete, self.made_with = complete, kwargs
+
+    def complete(self) -> TrainingParser:
+        """The parser with all options."""
+        from ..training import trainers  # only now: these imports take seconds
+        from .arguments import TrainingParser
+
+        parser = TrainingParser(getattr(trainers, self.config), **self.made_with)
+        parser.actions["learning_rate"].help = self.rates
+        return parser
 
     def parse_args(self, arguments: Sequence[str]) -> Any:  # type: ignore[override]
         everything = "--help-all" in arguments
         given = self.parse_known_args([each for each in arguments if each != "--help-all"])[0]
         if not everything:
             self._check_paths({**({} if given.config is None else read_settings(given.config)), **_given(given)})
-        parser = self.complete(**self.made_with)
-        parser.error = self.error
+        parser = self.complete()
+        parser.error = self.error  # type: ignore[method-assign]
         if everything:
             parser.add_argument("--help-all", action="help")
             prepare_help(parser, (), everything=True)

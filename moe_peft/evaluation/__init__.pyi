@@ -1,6 +1,6 @@
 from .evaluator import evaluate_model
 from .harness import Harness
 from .results import Score, read_scores
-from .task_settings import TaskSettings
+from .settings import EvalSettings, TaskSettings
 
-__all__ = ["Harness", "Score", "TaskSettings", "evaluate_model", "read_scores"]
+__all__ = ["EvalSettings", "Harness", "Score", "TaskSettings", "evaluate_model", "read_scores"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from ..utils.io import output_folder, read_json, write_json
 from ..utils.loading import check_template
 from ..utils.messages import InputError
 from ..utils.torch_contexts import free_memory
-from .harness import Harness, TaskSettings
+from .harness import Harness
 from .results import Scores, as_table, read_scores
+from .settings import EvalSettings, TaskSettings
 
 logger = logging.getLogger("moe_peft")
 
@@ -33,31 +33,10 @@ RESULTS = "results.json"
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
 
 
-def evaluate_model(
-    model_path: str,
-    settings: TaskSettings,
-    output_dir: str | Path,
-    *,
-    base: str | None = None,
-    with_base: bool = True,
-    experts: Sequence[Expert] | None = None,
-    each_expert: bool = False,
-    dtype: str = "auto",
-    quantization: dict[str, Any] | None = None,
-) -> dict[str, Scores]:
+def evaluate_model(settings: EvalSettings) -> dict[str, Scores]:
     """
-    Evaluate a model on tasks of lm-evaluation-harness: print a table, and write `results.json`.
-
-    Args:
-        model_path: the folder of an adapter, a native MoE or a dense model.
-        settings: the tasks.
-        output_dir: a new folder, or one with an earlier evaluation, whose files are replaced when all are written.
-        base: for an adapter its base, by default the one that it names; for another model the model to compare it with.
-        with_base: evaluate the base too. An adapter's is the model without the adapter.
-        experts: the only experts that routers may choose, indices or names; one expert gets all tokens, with gate 1.
-        each_expert: evaluate each expert alone too (of `experts`, if given).
-        dtype: of the weights, as `from_pretrained` takes it.
-        quantization: fields of `BitsAndBytesConfig`; for the base too.
+    Evaluate a model on tasks of lm-evaluation-harness: print a table, and write `results.json` into `settings.output`,
+    a new folder or one with an earlier evaluation. An adapter's base is the model without the adapter.
 
     Returns:
         "model", "base", "expert 0" (or its name), … → scores, in the main process; in others all are empty.
@@ -68,19 +47,23 @@ def evaluate_model(
     Example:
 
     ```python
-    >>> from moe_peft.evaluation import TaskSettings, evaluate_model
-    >>> scores = evaluate_model(
-    ...     "Qwen/Qwen3-0.6B",
-    ...     TaskSettings(("my-task.yaml",), limit=2),
-    ...     "evaluation",
+    >>> from moe_peft.evaluation import EvalSettings, evaluate_model
+    >>> settings = EvalSettings(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     tasks=["my-task.yaml"],
+    ...     limit=2,
+    ...     output="evaluation",
     ... )
+    >>> scores = evaluate_model(settings)
     >>> accuracy = scores["model"]["my_task", "acc"].value
     ```
     """
+    base, with_base = settings.base, not settings.no_base
+    experts: Sequence[Expert] | None = settings.experts
     PartialState(cpu=not torch.accelerator.is_available())
     with ExitStack() as stack:
-        output = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output", _is_evaluation)))
-        folder = open_folder(model_path, "--model")
+        output = on_main_process(lambda: stack.enter_context(output_folder(settings.output, "output", _is_evaluation)))
+        folder = open_folder(settings.model, "--model")
         adapter = isinstance(folder, AdapterFolder)
         if isinstance(folder, AdapterFolder):
             folder.other_base = base
@@ -91,13 +74,13 @@ def evaluate_model(
             if each is not None:
                 check_template(each.tokenizer, settings.apply_chat_template, "apply_chat_template")
         harness = Harness(settings)
-        model, tokenizer = folder.load(dtype, quantization), folder.tokenizer
+        model, tokenizer = folder.load(settings.dtype, settings.quantization), folder.tokenizer
         if experts is not None:
             experts = _named(model, dict.fromkeys(expert_indices(model, experts, "--experts")))
-        results = _run(harness, model, tokenizer, experts, each_expert)
+        results = _run(harness, model, tokenizer, experts, settings.each_expert)
         about = {
-            "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
-            "experts": experts, **asdict(settings),
+            **settings.model_dump(include={*TaskSettings.model_fields}), "model": settings.model, **describe(model),
+            "lm_eval": version("lm_eval"), "experts": experts,
         }  # fmt: skip
         if with_base and adapter:
             with model.disable_adapter():
@@ -106,7 +89,7 @@ def evaluate_model(
         elif other is not None:
             del model
             free_memory()
-            results["base"] = harness.run(other.load(dtype, quantization), other.tokenizer)
+            results["base"] = harness.run(other.load(settings.dtype, settings.quantization), other.tokenizer)
             about["base"] = base
         scores = {name: read_scores(of_model) if of_model else {} for name, of_model in results.items()}
         if PartialState().is_main_process:

@@ -17,7 +17,7 @@ from accelerate import Accelerator, PartialState
 from ..models.introspection import base_model
 from ..training.scoring import to_device
 from ..utils.messages import InputError, install, one_line
-from .task_settings import TaskSettings
+from .settings import TaskSettings
 
 
 class Harness:
@@ -38,7 +38,7 @@ class Harness:
     ```python
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from moe_peft.evaluation import Harness, TaskSettings, read_scores
-    >>> harness = Harness(TaskSettings(("my-task.yaml",), limit=2))
+    >>> harness = Harness(TaskSettings(tasks=["my-task.yaml"], limit=2))
     >>> model, tokenizer = (
     ...     kind.from_pretrained("Qwen/Qwen3-0.6B")
     ...     for kind in (AutoModelForCausalLM, AutoTokenizer)

@@ -39,6 +39,7 @@ from ..utils.validation import (
     Share,
     Text,
     Texts,
+    check_fields,
     prefixed,
     read_settings,
     read_yaml,
@@ -133,7 +134,7 @@ def fields_of(path: str, kind: type, decided: Mapping[str, str], documented: str
         for key in settings:
             if key in decided:
                 raise InputError(f"{path}.{key}: {decided[key]}")
-        validate(kind, settings, path, documented)
+        check_fields(kind, settings, path, documented)
         if (steps := settings.get("save_steps", 1)) % 1:
             raise InputError(f"{path}.save_steps={steps!r}: must be a whole number of at least 1")
         return settings

@@ -29,36 +29,16 @@ from .settings import Range
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
 
-_MOST_VALUES = 100_000  # through aliases of aliases, a file of a kilobyte can stand for more than any memory holds
-
-
 class _YamlLoader(yaml.SafeLoader):
     """
-    Raises an error for keys that occur twice, where YAML would silently take the last one, and for aliases that expand
-    to very much. Reads numbers as YAML 1.2 does: `1e-4` is one, `010` is ten and `1:30` a text.
+    Raises an error for keys that occur twice, where YAML would silently take the last one. Reads numbers as YAML 1.2
+    does: `1e-4` is one, `010` is ten and `1:30` a text.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.sizes: dict[int, int] = {}  # values that a node stands for, by its id
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
-        node: Any = super().compose_node(parent, index)
-        if is_alias and id(node) not in self.sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias that contains itself", mark)
-        if not is_alias:
-            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
-            parts = [part for each in inner for part in (each if isinstance(each, tuple) else [each])]
-            self.sizes[id(node)] = 1 + sum(self.sizes[id(part)] for part in parts)
-        if self.sizes[id(node)] > _MOST_VALUES:
-            raise yaml.composer.ComposerError(None, None, f"more than {_MOST_VALUES} values", mark)
-        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -97,26 +77,13 @@ def read_yaml(text: str, source: object) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        _refuse_missing_space(text, source)
         raise InputError(f"{source}: cannot be read as YAML: {one_line(error, 160)}") from error
-
-
-_NO_SPACE = re.compile(r"^[ \t]*(?:- )?(\w+:)(?=[^\s:/])", re.MULTILINE)
-
-
-def _refuse_missing_space(text: str, source: object) -> None:
-    """Of a YAML text that is no mapping, or cannot be read: say whether a key runs into its value."""
-    if found := _NO_SPACE.search(text):
-        line = text.count("\n", 0, found.start(1)) + 1
-        raise InputError(f"{source}: line {line}: a space is missing after {found[1]}")
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    text = read_text(path)
-    settings = read_yaml(text, path)
+    settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
-        _refuse_missing_space(text, path)
         raise InputError(f"{path}: must be a mapping of keys to values")
     return settings
 
@@ -147,39 +114,51 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
 
+class WeightSettings(Settings):
+    """How the weights are held in memory."""
+
+    dtype: Text = Field("auto", title="NAME", description="dtype of the weights: auto, float32, bfloat16 or float16")
+    quantization: dict[str, Any] | None = Field(
+        None, description='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
+    )
+
+
+class DataSettings(Settings):
+    """Which examples run through a model, and how."""
+
+    split: Text = Field("train", title="NAME", description="split of the data, e.g. train[:100]; a file has only train")
+    batch_size: Count = Field(8, description="examples per forward pass")
+    max_length: Count = Field(1024, description="maximum tokens per example; longer ones are truncated")
+    max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
+
+
 # --- validation ------------------------------------------------------------------------------------------------------
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
+    """A model of values that came as text."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled key first
+        raise InputError(_explain(kind, errors[0])) from None
+
 
 # What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and
 # a word on a command line is true or false in a file.
 _ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
 
-Model = TypeVar("Model", bound=BaseModel)
 
-
-@typing.overload
-def validate(kind: type[Model], values: Mapping[str, Any], path: str = "", documented: str | None = None) -> Model: ...
-@typing.overload
-def validate(
-    kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None
-) -> dict[str, Any]: ...
-def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> Any:
+def check_fields(kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> None:
     """
-    Check values that came as text.
+    Check values that came as text, of some fields of a dataclass.
 
     Args:
-        kind: a pydantic model; or a dataclass, some of whose fields are in `values`.
         path: the section that has the values, dotted; it begins the message.
         documented: where the fields are documented, if they are too many to list.
-
-    Returns:
-        the model; or for a dataclass, which is not made here, the values as a dictionary.
     """
-    if issubclass(kind, BaseModel):
-        try:
-            return kind.model_validate(dict(values))
-        except ValidationError as error:
-            errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled key first
-            raise InputError(_explain(kind, errors[0], path)) from None
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     for name, value in values.items():
@@ -188,7 +167,6 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
         _check_type(f"{section}{name}", value, hints[name] | _ALSO.get(name, hints[name]))
         if "learning_rate" in fields:
             check_range(name, value, section)
-    return dict(values)
 
 
 @contextmanager
@@ -208,11 +186,11 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _explain(kind: Any, error: Any, path: str) -> str:
+def _explain(kind: Any, error: Any) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
     if error["type"] == "value_error":  # from a check of ours, which names the field itself
         return error["msg"].removeprefix("Value error, ")
-    names, fields, of_keys = [path] if path else [], kind.model_fields, False
+    names, fields, of_keys = [], kind.model_fields, False
     for part in error["loc"]:  # names of fields, keys; the rest says which alternative of a type was tried
         if part in fields:
             names.append(str(part))
@@ -232,8 +210,6 @@ def _explain(kind: Any, error: Any, path: str) -> str:
         allowed = allowed.replace(theirs, ours)
     if error["type"] in ("model_type", "dict_type"):
         allowed = "must be a mapping"
-        if isinstance(error["input"], str) and (found := _NO_SPACE.match(error["input"])):
-            allowed += f": a space is missing after {found[1]}"
     return f"{field}={one_line(repr(error['input']), 80)}: {allowed}"
 
 

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft.analysis import TOKEN_CLASSES, RoutingStatistics, classify_tokens, record_routing
-from moe_peft.analysis import routing_report as report
-from moe_peft.analysis.figures import plot_compliance, plot_load_over_time, plot_shares
+from moe_peft.analysis import TOKEN_CLASSES, RoutingStatistics, classify_tokens, load_callback, record_routing
+from moe_peft.analysis.figures import plot_compliance, plot_shares
 from moe_peft.analysis.html import numbering, shares_section, strongest
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
@@ -49,7 +48,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
             model(input_ids=ids() + 1, attention_mask=mask())
         batches = [(ids(), labels), (ids() + 1, ["code"] * 3)]
         counts, tokens = torch.zeros(2, 2, N), torch.zeros(2)
-        pairs, by_class = torch.zeros(2, N, N), torch.zeros(len(TOKEN_CLASSES), 2, N)
+        by_class = torch.zeros(len(TOKEN_CLASSES), 2, N)
         inside: dict = {}
         effective = torch.zeros(2, 2)
         for batch, domains in batches:
@@ -70,17 +69,14 @@ def test_statistics_are_those_of_a_plain_loop(kind):
                         for i in chosen:
                             counts[domain, layer, i] += 1
                             by_class[classes[batch[row, s]], layer, i] += 1
-                            for j in chosen:
-                                pairs[layer, i, j] += 1
                         bucket = {0: 0, 1: 1, 2: 1}.get(position, 2)
                         p = token.softmax(-1)[MAP[domains[row]]].sum()
                         inside.setdefault((layer, bucket), []).append(p)
     assert_near(statistics.counts, counts.double())
     assert_near(statistics.tokens, tokens.double())
     assert_near(statistics.effective_sums, effective.double(), dtype=torch.float32)
-    assert_near(statistics.coactivation, pairs.double())
     assert_near(statistics.class_counts, by_class.double())
-    compliance = statistics.compliance()
+    compliance = statistics.compliance_sums.sum(0) / statistics.compliance_tokens.sum(0)
     assert compliance[:, 3:].isnan().all()
     for (layer, bucket), values in inside.items():
         assert compliance[layer, bucket].item() == near(torch.stack(values).mean().item())
@@ -112,7 +108,7 @@ def test_generation_counts_every_token_once():
         model.generate(input_ids=ids(), attention_mask=padded, max_new_tokens=5, do_sample=False, eos_token_id=None)
     assert statistics.tokens.item() == 7 + 4 + 7 + 3 * 4  # the last token is not run through the model
     assert (
-        statistics.compliance_tokens[3].item() == 2 * 4 + 1
+        statistics.compliance_tokens[0, 3].item() == 2 * 4 + 1
     )  # positions 7 to 14: of the unpadded rows 4, of the other 1
 
 
@@ -176,7 +172,7 @@ def test_wrong_settings():
         pass
     without_map = pytest.raises(ValueError, match="needs an expert_map")
     with record_routing(routed_model("adapter"), DOMAINS) as statistics, without_map:
-        statistics.compliance()
+        statistics.compliance_by_domain()
 
 
 def test_layers_with_different_numbers_of_experts():
@@ -239,7 +235,7 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
         table = list(csv.DictReader(file))
     assert len(table) == 3 * 2 * 6
     assert float(table[7]["share"]) == near(report["shares"]["a"][1][1])
-    for name in ("load", "coactivation", "token_classes", "compliance"):
+    for name in ("load", "compliance"):
         assert (tmp_path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     mine = tmp_path / "report" / "notes.png"
     mine.write_text("mine")
@@ -247,9 +243,8 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     for more, left in ((["--html"], {"report.html"}), (["--figures", "svg"], set())):
         main(list(map(str, [*again, *more])))
         suffix = ".svg" if "svg" in more else ".png"
-        figures = {f"{name}{suffix}" for name in ("load", "coactivation", "token_classes")}
         there = {path.name for path in (tmp_path / "report").iterdir()}
-        assert there == {"routing.json", "load.csv", "notes.png", *figures, *left}
+        assert there == {"routing.json", "load.csv", "notes.png", f"load{suffix}", *left}
     for arguments_, message in (
         (["--model", "nowhere", "--data", "x.jsonl"], "--model='nowhere'"),
         (["--model", str(tmp_path / "base"), "--data", str(tmp_path / "data.jsonl")], "has no router"),
@@ -296,7 +291,7 @@ def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_p
     assert [point["step"] for point in result] == [2, 4, 6, 8]
     assert result[:2] == first[:2]
     before = {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()}
-    monkeypatch.setattr(report, "plot_load_over_time", lambda *args: 1 / 0)
+    monkeypatch.setattr(load_callback, "plot_curves", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(4)
     assert {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()} == before
@@ -333,7 +328,6 @@ def test_figures_of_many_experts_and_layers(tmp_path):
     plot_shares({"a": share, "b": share}, tmp_path / "one.png", "Load")
     plot_shares({"a": share, "b": share}, tmp_path / "two.png", "Load")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    plot_load_over_time(list(range(40)), torch.rand(40, 64).tolist(), 0.6, tmp_path / "time.png")
 
 
 def test_names_with_dollar_signs_are_text(tmp_path):

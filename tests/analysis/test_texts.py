@@ -94,13 +94,8 @@ class Texts(HTMLParser):
 
     def routes(self, layer):
         """(expert, share in percent) of each token."""
-        data = json.loads(self.scripts[0])
-        digits, of_layer = data["digits"], data["layers"][layer]
-        experts, shares = of_layer["experts"], of_layer["shares"]
-        return [
-            (int(experts[digits * i : digits * (i + 1)]) - 1, int(shares[2 * i : 2 * i + 2]) or 100)
-            for i in range(len(shares) // 2)
-        ]
+        of_layer = json.loads(self.scripts[0])["layers"][layer]
+        return list(zip(of_layer["experts"], of_layer["shares"], strict=True))
 
 
 def shares_of(model, tokenizer, texts):

@@ -14,7 +14,7 @@ import yaml
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
 from moe_peft.upit import Recipe, load_recipe, recipe_from_dict
 from moe_peft.utils.messages import InputError
-from moe_peft.utils.validation import Settings, check_range, read_yaml, validate
+from moe_peft.utils.validation import Settings, check_fields, check_range, read_yaml
 
 GOOD = {
     "output_dir": "out",
@@ -160,7 +160,7 @@ def test_what_a_stage_does_not_do_is_refused(name):
 def test_the_defaults_of_training_arguments_are_in_range():
     for kind in (MoESFTConfig, MoEDPOConfig):
         fields = {f.name: f.default for f in dataclasses.fields(kind) if f.init}
-        validate(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
+        check_fields(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
     for name, value in (
         ("adam_beta2", 1.0),
         ("max_length", 1),
@@ -171,7 +171,7 @@ def test_the_defaults_of_training_arguments_are_in_range():
         with pytest.raises(ValueError, match=f"here.{name}="):
             check_range(name, value, "here.")
     with pytest.raises(ValueError, match=r"lr_scheduler_type='cosin': must be one of cosine, "):
-        validate(MoESFTConfig, {"lr_scheduler_type": "cosin"})
+        check_fields(MoESFTConfig, {"lr_scheduler_type": "cosin"})
     with pytest.raises(ValueError, match=r"sft.eval_strategy: stages have no evaluation data"):
         recipe_from_dict({**GOOD, "post_train": {"sft": {"eval_strategy": "steps"}}})
     with pytest.raises(ValueError, match=r"sft.trust_remote_code: code .* is never run"):

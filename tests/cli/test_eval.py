@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import allow_experts, expert_to_lora, replace_routers
 from moe_peft.cli import main
-from moe_peft.evaluation import Harness, TaskSettings, evaluate_model
+from moe_peft.evaluation import EvalSettings, Harness, TaskSettings, evaluate_model
 from moe_peft.models.introspection import base_model
 from moe_peft.native import export_adapter, load_routers
 from tests.helpers.chat_model import save_chat_model
@@ -227,7 +227,7 @@ def test_tasks_may_be_named_one_by_one():
     [
         (["--tasks", "toy_aa"], "tasks='toy_aa': no such task; did you mean 'toy_a'"),
         (["--tasks", "toy_both,toy_a"], "Duplicate task 'toy_a'"),
-        (["--tasks", ","], "tasks: name at least one"),
+        (["--tasks", ","], "tasks=[]: must have at least 1 item"),
         (["--model", "{folder}/nowhere"], "--model='{folder}/nowhere'"),
         (["--base", "{folder}/nowhere"], "base='{folder}/nowhere'"),
         (["--include-path", "nowhere"], "include_path='nowhere': no such folder"),
@@ -242,8 +242,8 @@ def test_tasks_may_be_named_one_by_one():
         (["--limit", "2.7"], "limit=2.7: must be"),
         (["--apply-chat-template", "False"], "apply_chat_template='False': "),
         (["--num-fewshot", "24"], "tasks='toy_a': "),
-        (["--limit", "0"], "limit=0.0: must be"),
-        (["--num-fewshot", "-1"], "num_fewshot=-1: must be an integer, at least 0"),
+        (["--limit", "0"], "limit=0: must be"),
+        (["--num-fewshot", "-1"], "num_fewshot=-1: must be at least 0"),
         (["--experts", "4"], "--experts: experts [4]: the model has experts 0 to 3"),
         (["--experts", "9" * 20], "the model has experts 0 to 3"),
         (["--experts", "0,4"], "the model has experts 0 to 3"),
@@ -293,7 +293,7 @@ def test_what_fails_in_a_task_is_one_line(old, new, message, folder, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     with pytest.raises(ValueError, match=r"bad\.yaml': [A-Za-z]*(Error|error): ") as raised:
-        Harness(TaskSettings((str(tmp_path / "bad.yaml"),), limit=1)).run(dense(folder / "base"), tokenizer)
+        Harness(TaskSettings(tasks=[str(tmp_path / "bad.yaml")], limit=1)).run(dense(folder / "base"), tokenizer)
     assert message in str(raised.value)
 
 
@@ -301,7 +301,7 @@ def test_errors_of_the_model_are_left_as_they_are(folder, monkeypatch):
     model = dense(folder / "base")
     monkeypatch.setattr(model, "forward", lambda *args, **own: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
-        Harness(TaskSettings((str(folder / "tasks" / "text.yaml"),), limit=1)).run(
+        Harness(TaskSettings(tasks=[str(folder / "tasks" / "text.yaml")], limit=1)).run(
             model, AutoTokenizer.from_pretrained(folder / "base")
         )
 
@@ -313,7 +313,7 @@ def test_logits_that_are_nan_give_no_score(folder):
         model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
     for task in sorted((folder / "tasks").glob("*.yaml"))[:2]:
         with pytest.raises(ValueError, match="dtype: the model's logits are NaN; use bfloat16 or float32"):
-            Harness(TaskSettings((str(task),), limit=2)).run(model, AutoTokenizer.from_pretrained(folder / "base"))
+            Harness(TaskSettings(tasks=[str(task)], limit=2)).run(model, AutoTokenizer.from_pretrained(folder / "base"))
 
 
 @pytest.mark.parametrize("kind", ["dense", "adapter"])
@@ -323,7 +323,7 @@ def test_answers_of_logits_that_are_nan_have_no_score(kind, folder, tmp_path):
     (tmp_path / "answers.yaml").write_text(text + "generation_kwargs: {max_gen_toks: 2, until: []}\n")
     model = dense(folder / "base") if kind == "dense" else adapter_of(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    harness = Harness(TaskSettings((str(tmp_path / "answers.yaml"),), limit=1))
+    harness = Harness(TaskSettings(tasks=[str(tmp_path / "answers.yaml")], limit=1))
     harness.run(model, tokenizer)
     with torch.no_grad():
         base_model(model).model.norm.weight.fill_(float("nan"))
@@ -346,10 +346,10 @@ def test_a_base_to_compare_with_is_looked_at_before_anything_runs(arguments, mes
     tokenizer.save_pretrained(tmp_path / "native")
     given = [argument.format(bare=folder / "base") for argument in arguments]
     with pytest.raises(ValueError, match=message):
-        evaluate_model(
-            str(tmp_path / "native"), TaskSettings((str(folder / "tasks/a.yaml"),), apply_chat_template=len(given) > 2),
-            tmp_path / "out", base=given[1],
-        )  # fmt: skip
+        evaluate_model(EvalSettings(
+            model=str(tmp_path / "native"), tasks=[str(folder / "tasks/a.yaml")], apply_chat_template=len(given) > 2,
+            output=str(tmp_path / "out"), base=given[1],
+        ))  # fmt: skip
 
 
 def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):
@@ -373,15 +373,15 @@ def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monke
 
     monkeypatch.setattr(manager.TaskManager, "__init__", init)
     for names, tasks, wanted in (
-        (("toy_mine",), {"toy_mine"}, [False]),
-        (("suite",), {"toy_mine", "toy_own"}, [False, True]),
-        (("toy_*",), {"toy_mine", "toy_own"}, [True]),
+        (["toy_mine"], {"toy_mine"}, [False]),
+        (["suite"], {"toy_mine", "toy_own"}, [False, True]),
+        (["toy_*"], {"toy_mine", "toy_own"}, [True]),
     ):
         looked.clear()
-        found = Harness(TaskSettings(names, include_path=str(tmp_path / "mine"))).loaded["tasks"]
+        found = Harness(TaskSettings(tasks=names, include_path=str(tmp_path / "mine"))).loaded["tasks"]
         assert found.keys() == tasks and looked == wanted
     with pytest.raises(ValueError, match=r"tasks='wrong': TypeError: "):
-        Harness(TaskSettings(("wrong",), include_path=str(tmp_path / "mine")))
+        Harness(TaskSettings(tasks=["wrong"], include_path=str(tmp_path / "mine")))
 
 
 def test_files_go_into_the_folder_that_is_named_and_no_other_is_touched(folder, tmp_path, monkeypatch):

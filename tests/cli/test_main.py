@@ -58,7 +58,7 @@ def test_help_version_and_missing_folders_load_nothing_heavy():
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_short_help_says_what_the_complete_parser_does(command):
     module = import_module(COMMANDS[command].module, "moe_peft.cli")
-    complete = module.complete_parser(prog=command).actions
+    complete = module.parser(command).complete().actions
     for action in module.parser(command)._actions:
         if action.dest not in ("help", "config"):
             known = complete[action.dest]
@@ -187,10 +187,6 @@ def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
         (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with router_init='attention'"),
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
         (["export", "--adapter", "a", "--output", "o", "--verify", "texts.txt"], "'texts.txt': no such file"),
-        (
-            ["inspect", "--model", ".", "--data", "d", "--position-width", "8"],
-            "give expert_map (--expert-map), too",
-        ),
     ],
 )
 def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
 from moe_peft.analysis.inspect import inspect_model
+from moe_peft.analysis.inspect_settings import InspectSettings
 from moe_peft.combine.held_out import verdict
 from moe_peft.combine.mix import Source, mix
 from moe_peft.combine.request_gate import RequestGate
@@ -418,7 +419,8 @@ def test_the_experts_have_their_names_wherever_the_mixture_goes(mixed, case, tmp
     assert PeftConfig.from_pretrained(out).expert_names == [*DOMAINS]
     moe = export_adapter(out, tmp_path / "moe")
     for i, folder in enumerate((out, moe)):
-        inspect_model(str(folder), str(case / "test.jsonl"), tmp_path / str(i), label_column="domain", html=True)
+        data, output = str(case / "test.jsonl"), str(tmp_path / str(i))
+        inspect_model(InspectSettings(model=str(folder), data=data, output=output, label_column="domain", html=True))
         load = (tmp_path / str(i) / "load.csv").read_text().splitlines()
         assert {line.split(",")[2] for line in load[1:]} == {*DOMAINS}
         pruned = tmp_path / f"pruned-{i}"

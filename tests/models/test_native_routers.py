@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
 from moe_peft.analysis import inspect
+from moe_peft.analysis.inspect_settings import InspectSettings
 from moe_peft.analysis.recorder import record_routing
 from moe_peft.models.gates import CONFIG_FIELD, uniform_gates
 from moe_peft.models.layer import router_parameters
@@ -324,7 +325,9 @@ def test_inspect_reads_a_saved_model_with_its_routers(kind, tokenizer, tmp_path,
     (tmp_path / "data.jsonl").write_text("\n".join(texts))
     reported = {}
     monkeypatch.setattr(inspect, "write_report", lambda *args: reported.update(args[3]) or [])  # figures take long
-    found = inspect.inspect_model(str(tmp_path / "model"), str(tmp_path / "data.jsonl"), tmp_path / "out")
+    found = inspect.inspect_model(
+        InspectSettings(model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / "out"))
+    )
     assert reported["size"] == asdict(model_size(model))
     ids = torch.tensor([tokenizer(json.loads(text)["text"])["input_ids"] + [1] for text in texts])
     with record_routing(model, ["all"]) as expected, torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_peft import MoEDPOConfig, MoELoraConfig, MoESFTConfig
-from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, prefixed, read_settings, read_yaml, validate
+from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, check_fields, prefixed, read_yaml, validate
 
 
 class Section(Settings):
@@ -26,37 +26,28 @@ def test_a_model_is_made_of_what_a_file_says():
     assert run.section == Section(name="a", share=1) and run.other is None and run.data == {"path": "b"}
 
 
-@pytest.mark.parametrize("text", ["a: 1\nnum_experts:4\n", "num_experts:4", "a:\n  b: 1\n  num_experts:4\nc: 1"])
-def test_a_key_that_runs_into_its_value_is_named(text, tmp_path):
-    (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"run\.yaml: line \d: a space is missing after num_experts:$"):
-        read_settings(tmp_path / "run.yaml")
-    assert read_yaml("a: http://x\nb: 'x:4'", "text") == {"a": "http://x", "b": "x:4"}
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "r.section: must be given"),
-        ({"section": {}}, "r.section.name: must be given"),
-        ({"section": 3}, "r.section=3: must be a mapping"),
-        ({"section": "name:x"}, "r.section='name:x': must be a mapping: a space is missing after name:"),
-        ({"section": {"name": 3}}, "r.section.name=3: must be a valid string"),
-        ({"section": {"name": " "}}, "r.section.name=' ': must be a string of printable characters"),
-        ({"section": {"name": "a", "count": "1"}}, "r.section.count='1': must be a valid integer"),
-        ({"section": {"name": "a", "count": True}}, "r.section.count=True: must be a valid integer"),
-        ({"section": {"name": "a", "count": 0}}, "r.section.count=0: must be at least 1"),
-        ({"section": {"name": "a", "share": float("nan")}}, "r.section.share=nan: must be a finite number"),
-        ({"section": {"name": "a", "cuont": 2}}, "r.section.cuont: unknown key; did you mean 'count'?"),
-        ({"sektion": {"name": "a"}}, "r.sektion: unknown key; did you mean 'section'?"),
-        ({"section": {"name": "a"}, "other": {"x": 1}}, "r.other.x: unknown key; known: count, name, share"),
-        ({"section": {"name": "a"}, "names": []}, "r.names=[]: must have at least 1 item, not 0"),
-        ({"section": {"name": "a"}, "data": 3}, "r.data=3: must be a valid string"),
+        ({}, "section: must be given"),
+        ({"section": {}}, "section.name: must be given"),
+        ({"section": 3}, "section=3: must be a mapping"),
+        ({"section": {"name": 3}}, "section.name=3: must be a valid string"),
+        ({"section": {"name": " "}}, "section.name=' ': must be a string of printable characters"),
+        ({"section": {"name": "a", "count": "1"}}, "section.count='1': must be a valid integer"),
+        ({"section": {"name": "a", "count": True}}, "section.count=True: must be a valid integer"),
+        ({"section": {"name": "a", "count": 0}}, "section.count=0: must be at least 1"),
+        ({"section": {"name": "a", "share": float("nan")}}, "section.share=nan: must be a finite number"),
+        ({"section": {"name": "a", "cuont": 2}}, "section.cuont: unknown key; did you mean 'count'?"),
+        ({"sektion": {"name": "a"}}, "sektion: unknown key; did you mean 'section'?"),
+        ({"section": {"name": "a"}, "other": {"x": 1}}, "other.x: unknown key; known: count, name, share"),
+        ({"section": {"name": "a"}, "names": []}, "names=[]: must have at least 1 item, not 0"),
+        ({"section": {"name": "a"}, "data": 3}, "data=3: must be a valid string"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_section(values, message):
     with pytest.raises(ValueError) as error:
-        validate(Run, values, "r")
+        validate(Run, values)
     assert str(error.value) == message
 
 
@@ -79,13 +70,13 @@ def test_what_is_wrong_is_named_with_its_section(values, message):
 )
 def test_fields_of_other_classes(kind, values, message):
     with pytest.raises(ValueError) as error:
-        validate(kind, values, "sft")
+        check_fields(kind, values, "sft")
     assert str(error.value) == message
 
 
-def test_values_of_other_classes_are_returned():
+def test_values_of_other_classes():
     values = {"learning_rate": 1, "lr_scheduler_type": "cosine", "max_length": None, "expert_map": {1: [True]}}
-    assert validate(MoESFTConfig, values) == values
+    check_fields(MoESFTConfig, values)
     with pytest.raises(ValueError, match=r"^adapter: .*top_k=9: "), prefixed("adapter"):
         MoELoraConfig(top_k=9)
 
@@ -101,14 +92,3 @@ def test_a_home_folder_is_written_as_in_a_shell(monkeypatch):
 def test_numbers_are_those_of_yaml_1_2():
     text = "[010, -7, +3, 0o17, 0x1F, 1:30, 1_000, 1e-4, .5, 2., -.inf, 0b1]"
     assert read_yaml(text, "file") == [10, -7, 3, 15, 31, "1:30", "1_000", 1e-4, 0.5, 2.0, -float("inf"), "0b1"]
-
-
-def test_aliases_stand_for_a_finite_number_of_values():
-    assert read_yaml("{a: &a [1, {b: 2}], c: *a, d: {<<: &d {e: *a}}, f: *d}", "file")["f"] == {"e": [1, {"b": 2}]}
-    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 12)]
-    for text, why in (
-        ("\n".join(["l0: &l0 x", *levels]), "more than 100000 values"),
-        ("a: &a [*a]", "contains itself"),
-    ):
-        with pytest.raises(ValueError, match=f"file: cannot be read as YAML: .*{why}"):
-            read_yaml(text, "file")

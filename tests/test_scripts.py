@@ -217,9 +217,10 @@ def test_launches_counts_what_a_layer_of_the_base_and_lora_ask_for(capsys, monke
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(launches.TASKS)
 
 
-def test_a_layer_keeps_about_as_much_for_the_backward_pass_as_lora():
+def test_a_layer_keeps_about_as_much_for_the_backward_pass_as_lora(monkeypatch):
     from benchmarks import launches
 
+    monkeypatch.setattr(launches.dispatch_choice, "device_kind", lambda device: "cuda 9")
     rows = [line.strip("| ").split(" | ") for line in launches.saved_table(512, 1536)][2:]
     share = {label: float(of_lora) for label, _, of_lora in rows}
     assert share["output 8/2/8"] <= 1.1 and share["projection 8/2/8"] <= 1.1 and share["plain mixture 8/2/8"] > 2

@@ -48,6 +48,16 @@ def recipe(**settings):
         ({"adapter": {"peft_type": "LORA"}}, "adapter.peft_type: PEFT sets this"),
         ({"moe": {"top_k": 1}}, r"moe=\{'top_k': 1\}: must be left out in the mode 'lora': use the section adapter"),
         ({"mode": "dense"}, "mode='dense': must be 'lora' or 'ffn'"),
+        (
+            {
+                "mode": "ffn",
+                "router_init": {"buckets": "none"},
+                "moe": {"router_init": "zeros"},
+                "post_train": {"router": {"type": "sigmoid"}},
+                "adapter": {},
+            },
+            "moe.router_init='zeros': must be left out beside post_train.router",
+        ),
         ({"prepare": {"selection": "best"}}, "prepare.selection='best': must be one of back_half, uniform, front_half"),
         (
             {"router_init": {"buckets": "domain"}},

@@ -18,8 +18,9 @@ from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.inspect_settings import InspectSettings
 from moe_peft.combine.held_out import verdict
-from moe_peft.combine.mix import Source, mix
+from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import RequestGate
+from moe_peft.combine.texts import Source
 from moe_peft.models.introspection import expert_names
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.folders import DenseFolder, open_folder

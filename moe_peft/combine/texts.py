@@ -1,0 +1,177 @@
+"""The texts of a mixture's experts: rows that set gates, held-out rows, requests, and general ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ..models.gate_init import find_gate_init
+from ..native.gate_sums import FILE as SUMS
+from ..routing.expert_map import label_text
+from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
+from ..training.preparation import calibration_batches, preparation, tokenized
+from ..utils.io import read_text, reading
+from ..utils.messages import InputError, choice_error
+from .held_out import Parts
+from .mix_settings import OURS, MixSettings
+from .request_gate import Request, lines_of, neutral_requests, request_of, request_text
+
+logger = logging.getLogger("moe_peft")
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    Rows by expert, of `--data` or `--test-data`.
+
+    Args:
+        joins: whether they may be of the new expert alone, as there are sums of the others' texts.
+    """
+
+    settings: MixSettings
+    labels: Sequence[str]
+    tokenizer: Any
+    joins: bool = False
+
+    def by_expert(self, field: str) -> list[Dataset] | None:
+        """The rows of each expert, with a column `expert`; None if the field is not given."""
+        files, column = getattr(self.settings, field), self.settings.label_column
+        if files is None:
+            return None
+        named, labels = f"--{field.replace('_', '-')}", self.labels
+        if column is None:
+            labels = [self.new] if self.joins and len(files) == 1 else labels
+            if len(files) != len(labels):
+                raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
+            parts = [load_data(file, named, None) for file in files]
+        else:
+            data = load_data(files[0], named, column)
+            rows = rows_of_labels(map(label_text, data[column]))
+            if self.settings.add_to is not None and rows.keys() & set(labels) == {self.new}:
+                labels = self._alone(named)
+            for label in labels:
+                if label not in rows:
+                    raise InputError(
+                        f"{choice_error('labels', label, list(rows)[:8])}, which {named} has; name the experts by them"
+                    )
+            parts = [data.select(rows[label]) for label in labels]
+            if left := rows.keys() - set(labels):
+                logger.warning(
+                    "%s: rows of %s are left out: no expert has that name", named, ", ".join(sorted(left)[:8])
+                )
+        parts = with_shared_format(parts, named)
+        for part in parts:
+            check_rows(part, named, self.tokenizer)
+        return [
+            part.add_column("expert", [self.labels.index(label)] * len(part))
+            for label, part in zip(labels, parts, strict=True)
+        ]
+
+    @property
+    def new(self) -> str:
+        """The expert that joins a mixture."""
+        return self.labels[-1 if self.settings.replace is None else self.settings.replace]
+
+    def _alone(self, named: str) -> list[str]:
+        """The labels, where there are only rows of the new expert."""
+        if self.joins:
+            return [self.new]
+        raise InputError(
+            f"{named}: has only rows of {self.new!r}, and {self.settings.add_to!r} has no {SUMS} of the others' texts "
+            "(--keep-sums); give rows of all experts"
+        )
+
+    def split(self) -> tuple[Dataset | None, Dataset | None]:
+        """Calibration and held-out rows, which do not overlap."""
+        s = self.settings
+        parts, tests = self.by_expert("data"), self.by_expert("test_data")
+        if parts is None:
+            return None, None
+        parts = [drawn(part, len(part), s.seed) for part in parts]
+        n = len(self.labels)
+        most = s.calibration_examples or max(1, min(256, 4096 // n))
+        counts = [min(most, len(part) // (2 if tests is None else 1)) for part in parts]
+        if not all(counts):
+            label = self.labels[parts[counts.index(0)]["expert"][0]]
+            raise InputError(f"--data: one row of {label!r}; give two or more, or --test-data")
+        if tests is None:
+            tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
+        else:
+            tests = [drawn(part, len(part), s.seed) for part in tests]
+        measured = s.test_examples or max(1, min(64, 512 // n))
+        tests = [part.select(range(min(measured, len(part)))) for part in tests]
+        used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
+        return _joined(used, "--data"), _joined(tests, "--data" if s.test_data is None else "--test-data")
+
+    def of_prompts(self) -> Dataset:
+        prompts, labels = self.settings.prompts or {}, self.labels
+        labels = [self.new] if self.joins and prompts.keys() == {self.new} else labels
+        for label in [*(prompts.keys() - set(labels)), *(set(labels) - prompts.keys())]:
+            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(labels)}")
+        return Dataset.from_list([
+            {"text": text, "expert": self.labels.index(label), "negative": negative}
+            for label in labels
+            for negative in (False, True)
+            for text in (prompts[label].negative if negative else prompts[label].positive)
+        ])  # fmt: skip
+
+    def batches(self, rows: Dataset | None) -> list[dict[str, torch.Tensor]] | None:
+        """
+        Calibration batches of the prompts, or else of the rows, and of general requests. Each is of one expert, so that
+        what is kept of one does not depend on the others.
+        """
+        s, columns = self.settings, ["expert"]
+        if s.prompts is not None:
+            rows, columns = self.of_prompts(), ["expert", "negative"]
+        if rows is None or not find_gate_init(s.gates).needs_texts:
+            return None
+        parts = [rows.select(of_expert) for of_expert in rows_of_labels(rows["expert"]).values()]
+        if s.neutral is not None:
+            texts = neutral_texts(s.neutral)[0]
+            rest = {"expert": len(self.labels), **({"negative": False} if s.prompts else {})}
+            parts.append(Dataset.from_list([{"text": text, **rest} for text in texts]))
+        return [
+            batch
+            for part in parts
+            for batch in calibration_batches(
+                part, self.tokenizer, len(part), s.batch_size, s.max_length, s.seed, columns=columns
+            )
+        ]
+
+    def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
+        """What each expert is for, as requests."""
+        if self.settings.prompts is not None:
+            return {label: [*prompts.positive] for label, prompts in self.settings.prompts.items()}
+        found: dict[str, list[Request]] = {}
+        for row in rows or ():
+            if request := request_of(row):  # tokens have none
+                found.setdefault(self.labels[row["expert"]], []).append(request)
+        return found
+
+    def parts(self, held_out: Dataset) -> Parts:
+        args = preparation(self.settings.max_length)
+        held_out = held_out.add_column("request", [request_text(request_of(row)) for row in held_out])
+        rows, collator = tokenized(held_out, self.tokenizer, args)
+        check_learnable("held-out rows", rows, args)
+        of_label = rows_of_labels(rows["expert"])
+        by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
+        return Parts(rows, by_label, collator, self.settings.batch_size)
+
+
+def _joined(parts: Sequence[Dataset], field: str) -> Dataset:
+    """All rows; of messages, some may have keys that others lack."""
+    with reading(f"{field}: rows of its files do not go together"):
+        return Dataset.from_list([row for part in parts for row in part])
+
+
+def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:
+    """General requests, ours or those of a file, for gates and held out: every eighth."""
+    texts = neutral_requests() if file in (None, OURS) else lines_of(read_text(file, f"neutral={file!r}"))
+    if len(texts) < 8:
+        raise InputError(f"neutral={file!r}: has {len(texts)} lines; give eight or more, dozens are better")
+    return [text for i, text in enumerate(texts) if i % 8], texts[::8]

@@ -1,6 +1,6 @@
 """
 `moe-peft mix`: LoRA adapters, or dense models, become the experts of one mixture. Its gates are set without training
-and measured on held-out rows beside the base, each expert alone, the experts' mean and uniform gates.
+and measured on held-out rows beside the base, each expert alone, their mean, and one picked for each request.
 """
 
 from __future__ import annotations

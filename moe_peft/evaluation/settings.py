@@ -75,7 +75,16 @@ class TaskSettings(Settings):
 
 
 class EvalSettings(WeightSettings, TaskSettings):
-    """The settings of `moe-peft eval`."""
+    """
+    The settings of `moe-peft eval`.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import EvalSettings
+    >>> settings = EvalSettings(model="my-adapter", tasks=["arc_easy"])
+    ```
+    """
 
     model: Text = Field(title="FOLDER", description="an adapter, a native MoE or a dense model")
     base: Text | None = Field(

@@ -430,8 +430,10 @@ class Recipe(Settings):
             stacked = self.facts.prepares and not EXPERTS[self.moe_config().expert_type].holds_loras
             self._forbid("adapter.expert_type", stacked, f"'lora' with the method {self.method!r}, which stacks LoRAs")
         elif self.post_train.router:
-            for key in self.moe:
-                self._forbid(f"moe.{key}", key.startswith("router_init"), "left out beside post_train.router")
+            for key in ("router_init", "router_init_std"):  # of gates that are replaced, but for attention's weights
+                usual = getattr(UpcycleConfig, key)
+                given = self.moe.get(key, usual) not in (usual, "attention")
+                self._forbid(f"moe.{key}", given, "left out beside post_train.router")
             with prefixed("post_train.router"):
                 check_router(RouterSettings(**self.post_train.router), *self.routed)
         if not self._router.has_parameters and not self.trains_experts:

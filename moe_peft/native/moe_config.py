@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..utils.loading import empty_model
@@ -71,8 +71,7 @@ def moe_config(
     if family.dense_layers:
         experts[family.dense_layers] = dense_layers or []
     config = CONFIG_MAPPING[family.model_type](**{**carried_settings(families, dense), **experts})
-    with torch.device("meta"):
-        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    config.architectures = [type(empty_model(config, family.model_type)).__name__]
     return config
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig
 
 from ..models.layer import router_parameters
@@ -394,7 +393,9 @@ class PostTrain(TrainingStage):
     def check(self) -> None:
         super().check()
         r = self.recipe
-        if (router := r.post_train.router) and is_deepspeed_zero3_enabled():
+        router = r.post_train.router
+        plugin = self.arguments().deepspeed_plugin if router else None
+        if plugin is not None and plugin.zero_stage == 3:
             raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         column, expert_map = r.data.label_column, r.expert_map
         if expert_map is None or column is None:

@@ -46,6 +46,10 @@ Predictions, means over seeds.
    50 %; *joint* less than 20 %; replay more than half of the way from *joint* to *picked*.
 6. *Joint* is within 3 points of *own* on *short* and *domains*, above *picked* on *domains* and *many*.
 7. No scope of the text is within 2 points of *picked* on all of *one*, *system* and *switch* in all three sets.
+
+Run so far: *domains* with seed 0, but for the joint LoRAs. Of its predictions failed: that *picked* loses at most 3
+points with *switch* (3.3), and that its harm is below .03 (.19: four of 64 requests went to an adapter); *so far* did
+not lose some points with chats, but all.
 """
 
 from __future__ import annotations

@@ -190,12 +190,10 @@ def main() -> None:
         subprocess.run([*pip, *PACKAGES], check=True)
     elif DEVICE != "cuda" and not args.small:
         parser.error("no CUDA device; --small tests the script without one")
+    elif args.profile:
+        print(profile(case, args.profile))
     else:
-        print(
-            profile(case, args.profile)
-            if args.profile
-            else run(case, args.ledger, args.rounds, args.minutes, args.only)
-        )
+        print(run(case, args.ledger, args.rounds, args.minutes, args.only))
 
 
 if __name__ == "__main__":

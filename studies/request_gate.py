@@ -135,7 +135,7 @@ class Scope:
 class ScopedRouter(LinearRouter):
     """A linear gate whose choice is that of a scope."""
 
-    scope: Scope
+    scope: Any
     layer: int
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

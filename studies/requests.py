@@ -75,13 +75,13 @@ from moe_peft.adapter.router_recorder import state
 from moe_peft.combine.request_gate import RequestReader, neutral_requests, ridge
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import AdapterLayer, routed_layers
-from moe_peft.routing.routers import LinearRouter
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
 from . import short_tasks
+from .differences import over_rows
 from .exact_match import answers
 from .growing import TASKS as DOMAINS
-from .request_gate import general_texts
+from .request_gate import ScopedRouter, general_texts
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 
 RESULTS = Path(__file__).parent / "results"
@@ -162,16 +162,6 @@ class TokenScope:
     def choose(self, layer: int, scores_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen_T1 = scores_TN.argmax(-1, keepdim=True)
         return (chosen_T1 < self.n).to(scores_TN), chosen_T1.clamp(max=self.n - 1)
-
-
-class ScopedRouter(LinearRouter):
-    """A linear gate whose choice is that of a scope."""
-
-    scope: Scope | TokenScope
-    layer: int
-
-    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.scope.choose(self.layer, logits_TN)
 
 
 class Requests:
@@ -426,9 +416,9 @@ class Measured:
         chosen = {kind: [index[name] for name in gate.pick(texts)] for kind, texts in self.texts.items()}
         for layer, router in zip(self.layers, self.routers, strict=True):
             layer.module.moe_lora_router[layer.adapter] = router
-        own = {kind: _share(a == b for a, b in zip(chosen[kind], self.own[kind], strict=True)) for kind in KINDS}
+        own = {kind: _mean(a == b for a, b in zip(chosen[kind], self.own[kind], strict=True)) for kind in KINDS}
         self.note(
-            "picked", rows, self.forced(chosen), chosen={**own, "none": _share(i == self.n for i in chosen["none"])}
+            "picked", rows, self.forced(chosen), chosen={**own, "none": _mean(i == self.n for i in chosen["none"])}
         )
 
     def note(self, way: str, rows: int, found: dict[str, list[Any]], **more: Any) -> None:
@@ -441,13 +431,13 @@ class Measured:
             record["right"] = {kind: "".join("01"[is_right] for is_right in of) for kind, of in right.items()}
             record["loss"] = -sum(a.log_prob for a in found["one"]) / sum(a.tokens for a in found["one"])
         if none:
-            record["none"] = _share(answer.is_match for answer in none)
+            record["none"] = _mean(answer.is_match for answer in none)
             record["none_loss"] = -sum(answer.log_prob for answer in none) / sum(answer.tokens for answer in none)
         note = f"{record['right']['one'].count('1') / len(record['right']['one']):.1%}"
         self.study.ledger.add(record, f"{note}, none {record.get('none', 0):.0%}")
 
 
-def _share(values: Any) -> float:
+def _mean(values: Any) -> float:
     values = list(values)
     return sum(values) / len(values)
 
@@ -570,10 +560,6 @@ def report(ledger: Ledger) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mean(values: Any) -> float:
-    return _share(values)
-
-
 def _matches(runs: list[dict[str, Any]], kind: str) -> torch.Tensor:
     """[runs, rows]"""
     return torch.tensor([[int(x) for x in run["right"][kind]] for run in runs]).double()
@@ -583,10 +569,7 @@ def _difference(a: list[dict[str, Any]], b: list[dict[str, Any]], kind: str) -> 
     """Rows of all seeds, which draw them anew, are taken as independent."""
     seeds = sorted({run["seed"] for run in a} & {run["seed"] for run in b})
     pair = [_matches([next(run for run in runs if run["seed"] == seed) for seed in seeds], kind) for runs in (a, b)]
-    by_row = (pair[0] - pair[1]).flatten()
-    half = 1.96 * float(by_row.std()) / len(by_row) ** 0.5
-    mean = float(by_row.mean())
-    return f"{100 * mean:+.1f} [{100 * (mean - half):.1f}, {100 * (mean + half):.1f}]"
+    return over_rows((pair[0] - pair[1]).flatten())
 
 
 def main() -> None:

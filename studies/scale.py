@@ -65,7 +65,7 @@ from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.combine.request_gate import neutral_requests
 from moe_peft.training.preparation import preparation, tokenized
 
-from .differences import paired_difference
+from .differences import over_rows, paired_difference
 from .exact_match import answers
 from .runs import DEVICE, Ledger, parser, score_answers_only, start_workers, work
 from .short_tasks import Pairs, _length, _lines, sql
@@ -316,9 +316,7 @@ def report(ledger: Ledger) -> str:
 def _over_rows(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
     """A row's difference is its mean over seeds."""
     pair = [torch.stack([_matches(run) for run in runs]) for runs in (a, b)]
-    by_row = 100 * (pair[0] - pair[1]).mean(0)
-    mean, half = float(by_row.mean()), 1.96 * float(by_row.std()) / len(by_row) ** 0.5
-    return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
+    return over_rows((pair[0] - pair[1]).mean(0))
 
 
 def main() -> None:

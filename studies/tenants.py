@@ -51,6 +51,7 @@ from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer, force_experts
 from moe_peft.training.preparation import preparation, tokenized
 
+from .differences import over_rows
 from .exact_match import answers
 from .growing import _read as read_domains
 from .request_gate import general_texts
@@ -277,10 +278,7 @@ def _difference(a: list[dict[str, Any]], b: list[dict[str, Any]], kind: str) -> 
     """A row's difference is its mean over the seeds that both have."""
     seeds = sorted({run["seed"] for run in a} & {run["seed"] for run in b})
     pair = [_matches([run for run in runs for seed in seeds if run["seed"] == seed], kind) for runs in (a, b)]
-    by_row = (pair[0] - pair[1]).mean(0)
-    half = 1.96 * float(by_row.std()) / len(by_row) ** 0.5
-    mean = float(by_row.mean())
-    return f"{100 * mean:+.1f} [{100 * (mean - half):.1f}, {100 * (mean + half):.1f}]"
+    return over_rows((pair[0] - pair[1]).mean(0))
 
 
 def main() -> None:

@@ -100,7 +100,8 @@ def score(
     lengths = [len(ids) for ids in parts.rows["input_ids"]]
     order, labels = sorted(range(len(lengths)), key=lengths.__getitem__), parts.labels
     groups = [order]
-    if experts is not None and averaged_linears(model, model.active_adapter):  # which have one expert's part at a time
+    by_expert = experts is not None and bool(averaged_linears(model, model.active_adapter))
+    if experts is not None and by_expert:  # averaged linears have one expert's part at a time
         groups = [[row for row in order if experts[row] == expert] for expert in dict.fromkeys(experts)]
     answers, scored = [], []
     for batch in (of[at : at + parts.batch_size] for of in groups for at in range(0, len(of), parts.batch_size)):
@@ -109,8 +110,9 @@ def score(
         context: AbstractContextManager = nullcontext()
         if experts is not None:
             chosen = [experts[row] for row in batch]
-            one = chosen[0] if len(groups) > 1 else None
-            context = force_experts(model, chosen) if one is None else alone(model, one)
+            context = force_experts(model, chosen)
+            if by_expert:
+                context = model.disable_adapter() if chosen[0] is None else alone(model, chosen[0])
         with context:
             answers.append(example_answers(model, parts.rows.select(batch), parts.collator, rows=len(batch)))
         scored += batch

@@ -141,11 +141,7 @@ def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> 
         )
 
 
-def refuse_arguments(args: TrainingArguments, section: str = "") -> None:
-    """
-    Args:
-        section: that has them, with a dot at its end.
-    """
+def refuse_arguments(args: TrainingArguments) -> None:
     counted = "the steps and their rows are counted beforehand"
     reasons = {
         "auto_find_batch_size": counted,
@@ -155,6 +151,6 @@ def refuse_arguments(args: TrainingArguments, section: str = "") -> None:
     }
     for name, reason in reasons.items():
         if value := getattr(args, name):
-            raise InputError(f"{section}{name}={value!r}: {reason}; leave it out")
+            raise InputError(f"{name}={value!r}: {reason}; leave it out")
     if args.accelerator_config.split_batches:
-        raise InputError(f"{section}accelerator_config.split_batches=True: {counted}; leave it out")
+        raise InputError(f"accelerator_config.split_batches=True: {counted}; leave it out")

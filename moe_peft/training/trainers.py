@@ -110,7 +110,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
         args = _as_moe_config(args)
         unmarked = bool(args.packing or args.padding_free) and args.label_column is None
-        check_padding("", args.pad_to_multiple_of, unmarked)
+        check_padding(args.pad_to_multiple_of, unmarked)
         check_answers("", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         _check_template(model, args, (*positional, *kwargs.values()))
@@ -184,15 +184,14 @@ def _experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
     return expert_map
 
 
-def check_padding(section: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:
+def check_padding(pad_to_multiple_of: int | None, unmarked: bool) -> None:
     """
     Args:
-        section: that has the setting, with a dot; it begins the message.
         unmarked: whether rows are packed, and no labels say which tokens are real.
     """
     if pad_to_multiple_of and unmarked:
         raise InputError(
-            f"{section}pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
+            f"pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
             "would be trained on it; leave it out"
         )
 

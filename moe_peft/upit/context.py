@@ -17,7 +17,7 @@ from ..native.base import Base
 from ..native.folders import DenseFolder, LoraFolder, open_folder
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
-from ..utils.loading import changed_embeddings, chat_template, without_zero3
+from ..utils.loading import changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
 from .recipe import TRAINED, Recipe
@@ -133,8 +133,7 @@ class RunContext:
         if Path(self.base.name_or_path).is_dir():
             check_weights(Path(self.base.name_or_path), self.base)
         if self.recipe.facts.assembles:
-            with without_zero3():  # which has no weights of models without any
-                self.kind.check_base()
+            self.kind.check_base()
 
 
 def most_positions(base: Base) -> int | None:

@@ -29,16 +29,36 @@ from .settings import Range
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
 
+_MOST_VALUES = 100_000  # through aliases of aliases, a file of a kilobyte can stand for more than any memory holds
+
+
 class _YamlLoader(yaml.SafeLoader):
     """
-    Raises an error for keys that occur twice, where YAML would silently take the last one. Reads numbers as YAML 1.2
-    does: `1e-4` is one, `010` is ten and `1:30` a text.
+    Raises an error for keys that occur twice, where YAML would silently take the last one, and for aliases that expand
+    to very much. Reads numbers as YAML 1.2 does: `1e-4` is one, `010` is ten and `1:30` a text.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.sizes: dict[int, int] = {}  # values that a node stands for, by its id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        node: Any = super().compose_node(parent, index)
+        if is_alias and id(node) not in self.sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias that contains itself", mark)
+        if not is_alias:
+            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+            parts = [part for each in inner for part in (each if isinstance(each, tuple) else [each])]
+            self.sizes[id(node)] = 1 + sum(self.sizes[id(part)] for part in parts)
+        if self.sizes[id(node)] > _MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {_MOST_VALUES} values", mark)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -77,13 +97,26 @@ def read_yaml(text: str, source: object) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        _refuse_missing_space(text, source)
         raise InputError(f"{source}: cannot be read as YAML: {one_line(error, 160)}") from error
+
+
+_NO_SPACE = re.compile(r"^[ \t]*(?:- )?(\w+:)(?=[^\s:/])", re.MULTILINE)
+
+
+def _refuse_missing_space(text: str, source: object) -> None:
+    """Of a YAML text that is no mapping, or cannot be read: say whether a key runs into its value."""
+    if found := _NO_SPACE.search(text):
+        line = text.count("\n", 0, found.start(1)) + 1
+        raise InputError(f"{source}: line {line}: a space is missing after {found[1]}")
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    settings = read_yaml(read_text(path), path)
+    text = read_text(path)
+    settings = read_yaml(text, path)
     if not isinstance(settings, dict):
+        _refuse_missing_space(text, path)
         raise InputError(f"{path}: must be a mapping of keys to values")
     return settings
 

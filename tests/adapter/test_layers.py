@@ -227,15 +227,13 @@ def test_any_number_of_tokens_trains(mixing, size, method):
 @pytest.mark.parametrize(
     "settings",
     [{"mixing": "output"}, {"mixing": "projection"}, {"normalize_top_k": False, "num_shared_experts": 1},
-     {"base_expert": True, "num_experts": 5}, {"target_projections": ("up", "down")}],
+     {"base_expert": True, "num_experts": 5}, {"target_projections": projections_of("gated", "up")}],
     ids=str,
 )  # fmt: skip
 def test_many_tokens_are_computed_some_at_a_time(settings, tokens, monkeypatch):
     """Seven at once: routed, and their logits noted, once for all."""
     few = replace(dispatch_choice.DEVICES["cpu"], tokens=7)
     monkeypatch.setitem(dispatch_choice.DEVICES, "cpu", few)
-    if "target_projections" in settings:
-        settings = {**settings, "target_projections": projections_of("gated", "up")}
     layer = ffn_layer("gated", **{"num_experts": 4, "top_k": 2, "r": 3, **settings})
     calls = []
     layer.router("default").register_forward_hook(lambda *_: calls.append(1))

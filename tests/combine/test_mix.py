@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.inspect_settings import InspectSettings
-from moe_peft.combine.held_out import verdict
+from moe_peft.combine.held_out import score, verdict
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import RequestGate
 from moe_peft.combine.texts import Source
@@ -351,6 +351,24 @@ def test_attention_is_a_mean_or_routed_and_the_adapters_alone_are_themselves(
     else:
         exported = AutoModelForCausalLM.from_pretrained(export_adapter(out, tmp_path / "moe")).eval()
         close(losses(exported, tokenizer), measured.losses["ridge gates"])
+
+
+@pytest.mark.parametrize("expert", [1, None])
+def test_rows_that_are_all_for_one_adapter_are_answered_by_it_alone(expert, on_attention, case, tmp_path, tokenizer):
+    """Also where the LoRAs of attention are a mean, of which it then has its own part; for none, by the base."""
+    chosen = settings(
+        case, output=str(tmp_path / "out"), adapters=on_attention, labels=[*DOMAINS], attention="mean",
+        test_data=[str(case / "test.jsonl")],
+    )  # fmt: skip
+    mix(chosen)
+    source = Source(chosen, [*DOMAINS], tokenizer)
+    _, held_out = source.split()
+    parts = source.parts(held_out)
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    got = score(model, parts, experts=[expert] * len(parts.rows))
+    expected = score(base(case) if expert is None else plain(case, f"all-{[*DOMAINS][expert]}"), parts)
+    for label in DOMAINS:
+        assert_near(got[label].losses, expected[label].losses, dtype=torch.float32)
 
 
 def test_a_row_is_answered_by_the_adapter_that_its_request_is_for(case, mixed, tokenizer):

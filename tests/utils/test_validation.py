@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from moe_peft import MoEDPOConfig, MoELoraConfig, MoESFTConfig
-from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, check_fields, prefixed, read_yaml, validate
+from moe_peft.utils.validation import (
+    Count,
+    Settings,
+    Share,
+    Text,
+    Texts,
+    check_fields,
+    prefixed,
+    read_settings,
+    read_yaml,
+    validate,
+)
 
 
 class Section(Settings):
@@ -92,3 +103,22 @@ def test_a_home_folder_is_written_as_in_a_shell(monkeypatch):
 def test_numbers_are_those_of_yaml_1_2():
     text = "[010, -7, +3, 0o17, 0x1F, 1:30, 1_000, 1e-4, .5, 2., -.inf, 0b1]"
     assert read_yaml(text, "file") == [10, -7, 3, 15, 31, "1:30", "1_000", 1e-4, 0.5, 2.0, -float("inf"), "0b1"]
+
+
+@pytest.mark.parametrize("text", ["a: 1\nnum_experts:4\n", "num_experts:4", "a:\n  b: 1\n  num_experts:4\nc: 1"])
+def test_a_key_that_runs_into_its_value_is_named(text, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml: line \d: a space is missing after num_experts:$"):
+        read_settings(tmp_path / "run.yaml")
+    assert read_yaml("a: http://x\nb: 'x:4'", "text") == {"a": "http://x", "b": "x:4"}
+
+
+def test_aliases_stand_for_a_finite_number_of_values():
+    assert read_yaml("{a: &a [1, {b: 2}], c: *a, d: {<<: &d {e: *a}}, f: *d}", "file")["f"] == {"e": [1, {"b": 2}]}
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 12)]
+    for text, why in (
+        ("\n".join(["l0: &l0 x", *levels]), "more than 100000 values"),
+        ("a: &a [*a]", "contains itself"),
+    ):
+        with pytest.raises(ValueError, match=f"file: cannot be read as YAML: .*{why}"):
+            read_yaml(text, "file")

@@ -193,6 +193,8 @@ class Requests:
 
     def joint_jobs(self, names: Sequence[str], seed: int, done: set[Job]) -> Iterator[Job]:
         for name in names:
+            if any(Job(name, seed, f"train {task}") not in done for task in self.tasks[name]):
+                continue  # requests are measured beside the tasks' LoRAs
             for way in JOINT:
                 if (job := Job(name, seed, f"train {way}")) not in done:
                     yield job

@@ -388,15 +388,14 @@ class PostTrain(TrainingStage):
             overrides["label_column"] = self.recipe.data.label_column
         if self.sft.get("router_balancing") is None:
             overrides["router_balancing"] = "layer"  # of native MoEs, too
-        return super().arguments(**overrides)
+        args, router = super().arguments(**overrides), self.recipe.post_train.router
+        if router and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
+        return args
 
     def check(self) -> None:
         super().check()
         r = self.recipe
-        router = r.post_train.router
-        plugin = self.arguments().deepspeed_plugin if router else None
-        if plugin is not None and plugin.zero_stage == 3:
-            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         column, expert_map = r.data.label_column, r.expert_map
         if expert_map is None or column is None:
             return

@@ -47,9 +47,14 @@ Predictions, means over seeds.
 6. *Joint* is within 3 points of *own* on *short* and *domains*, above *picked* on *domains* and *many*.
 7. No scope of the text is within 2 points of *picked* on all of *one*, *system* and *switch* in all three sets.
 
-Run so far: *domains* with seed 0, but for the joint LoRAs. Of its predictions failed: that *picked* loses at most 3
-points with *switch* (3.3), and that its harm is below .03 (.19: four of 64 requests went to an adapter); *so far* did
-not lose some points with chats, but all.
+Run so far: *short* and *domains* with seeds 0 and 1. What failed of the predictions:
+
+- 2: *picked* loses 2.5 and 3.7 points with *system*; so does *own*, as the requests' choice is the same.
+- 3: *picked* loses 4 points with *switch* on *domains* and 7 on *short*; *joint* loses 5 and 7, with replay 11 and 13.
+- 5: *picked* leaves 90 to 94 %, but the other requests make its mean harm .2 to .3. *Joint, replay* has the harm of
+  .03 and .16, although only 5 to 9 % of its answers are the base's word for word.
+- 6: *joint* is not within 3 points of *own* but 6 and 7 above it.
+- *So far* did not lose some points with chats on *domains*, but all.
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ Predictions, means over seeds.
    differ from *joint, named* of rank 16 (the interval over rows includes 0).
 4. *Shuffled* is like *joint*. *Wrong* has less than 10 % right on swapped rows.
 5. All ways but the base do harm of more than 0.1; *shared* no less than *joint*.
+
+After a first look, in which *shared* had won and the higher rate was the best for each way: a rate of 4e-3, and *joint,
+named* of rank 24, which has all the parameters of *shared*, where a token has rank 16.
 """
 
 from __future__ import annotations
@@ -60,13 +63,14 @@ from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_w
 RESULTS = Path(__file__).parent / "results"
 SWAPPED, COMMON = ("banking", "kitchen_and_dining"), ("home", "work")
 TENANTS = ("acme", "zeta")
-SEEDS, RATES = (0, 1, 2), (1e-3, 2e-3)
+SEEDS, RATES = (0, 1, 2), (1e-3, 2e-3, 4e-3)
 ROWS, DEVELOPMENT, HELD_OUT, STEPS, LONGEST = 60, 15, 30, 60, 64
 FFN = ["gate_proj", "up_proj", "down_proj"]
 # Way → rank, and whether prompts begin with the tenant's name; "shared" ways have that rank twice.
 WAYS = {
     "own": (8, False), "joint, rank 8": (8, False), "joint, rank 16": (16, False), "joint, named, rank 8": (8, True),
-    "joint, named, rank 16": (16, True), "shared": (8, False), "shuffled": (8, False),
+    "joint, named, rank 16": (16, True), "joint, named, rank 24": (24, True), "shared": (8, False),
+    "shuffled": (8, False),
 }  # fmt: skip
 
 
@@ -235,6 +239,7 @@ def _right(runs: list[dict[str, Any]], kind: str, split: str = "test") -> float:
 
 CONTRASTS = (
     ("joint, rank 16", "own"), ("joint, named, rank 16", "own"), ("shared", "own"), ("shared", "joint, named, rank 16"),
+    ("shared", "joint, named, rank 24"),
     ("shared", "shuffled"),
 )  # fmt: skip
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
+from .. import __version__
 from ..training.preflight import preflight
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
@@ -195,7 +195,7 @@ class UpIT:
             "recipe": self.recipe.model_dump(),
             "versions": {
                 **{name: package.__version__ for name, package in packages.items()},
-                "moe-peft-hf": version("moe-peft-hf"),
+                "moe-peft-hf": __version__,
             },
             "stages": json.loads(json.dumps(self.records, default=str)),
         }

@@ -213,10 +213,11 @@ def test_gradients_are_those_on_the_base_that_the_quantized_weights_stand_for(
     quantized, full = load(folder, device, quantizer), load(folder, device)
     for name, linear in quantized_linears(quantized).items():
         full.get_submodule(name).weight.data.copy_(quantizer.dequantize(linear))
-    models = [adapted(base, kind).train() for base in (quantized, full)]
+    error = quantizer.training[device]  # of another kind than rounding: on GPUs kernels quantize activations, too
+    adapt = adapted if error < 1e-3 else adapted_smoothly
+    models = [adapt(base, kind).train() for base in (quantized, full)]
     ids = IDS.to(device)
     losses = [model(input_ids=ids, labels=ids).loss for model in models]
-    error = quantizer.training[device]  # of another kind than rounding: on GPUs kernels quantize activations, too
     torch.testing.assert_close(losses[0], losses[1], rtol=error, atol=0)
     for loss in losses:
         loss.backward()

@@ -67,12 +67,13 @@ from trl import SFTConfig, SFTTrainer
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import force_experts, init_gates, lora_to_moe, pick_experts
 from moe_peft.adapter.router_recorder import state
-from moe_peft.combine.request_gate import neutral_requests, ridge
+from moe_peft.combine.request_gate import neutral_requests
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import base_passes
 from moe_peft.models.layer import AdapterLayer, routed_layers
 from moe_peft.routing.routers import LinearRouter
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+from moe_peft.utils.torch_contexts import double
 
 from .exact_match import Answer, answers, by_task
 from .growing import TASKS as DOMAINS
@@ -361,6 +362,24 @@ def _domain_rows(source: Path) -> dict[str, dict[str, list[dict[str, str]]]]:
         task: random.Random(0).sample(of_task, HELD_OUT["domains"]) for task, of_task in rows["test"].items()
     }
     return rows
+
+
+def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
+    """
+    Ridge regression [L, n, d] from vectors [R, L, d] to their class, by layer, float64. All classes count the same,
+    however many rows they have, and λ as if each had the mean number.
+    """
+    weight_R = torch.cat([double(x_RLD.new_full((len(x_RLD),), 1.0)) / len(x_RLD) ** 0.5 for x_RLD in classes])
+    x_LRD = double(torch.cat([*classes])).transpose(0, 1) * weight_R[:, None]
+    target_RN = torch.block_diag(*[x_RLD.new_ones(len(x_RLD), 1) for x_RLD in classes]).double() * weight_R[:, None]
+    penalty *= len(classes) / len(weight_R)
+    rows, width = x_LRD.shape[1:]
+    # By way of the rows' products or of the features', whichever are fewer.
+    products = x_LRD @ x_LRD.mT if rows < width else x_LRD.mT @ x_LRD
+    products = products + penalty * torch.eye(min(rows, width), dtype=torch.float64)
+    if rows < width:
+        return (x_LRD.mT @ torch.linalg.solve(products, target_RN.expand(len(x_LRD), -1, -1))).mT
+    return torch.linalg.solve(products, x_LRD.mT @ target_RN).mT
 
 
 def general_texts(source: Path) -> list[str]:

@@ -77,7 +77,7 @@ from trl import SFTConfig, SFTTrainer
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import RequestGate, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.router_recorder import state
-from moe_peft.combine.request_gate import RequestReader, neutral_requests, ridge
+from moe_peft.combine.request_gate import RequestReader, neutral_requests
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import AdapterLayer, routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
@@ -86,7 +86,7 @@ from . import short_tasks
 from .differences import over_rows
 from .exact_match import answers
 from .growing import TASKS as DOMAINS
-from .request_gate import ScopedRouter, general_texts
+from .request_gate import ScopedRouter, general_texts, ridge
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 
 RESULTS = Path(__file__).parent / "results"

@@ -3,7 +3,7 @@
 
 A request is read as a classifier before a server would read it: by itself, without the system prompt, the template's
 words, tools or earlier turns, which all requests share. Its tokens' mean, in the first quarter of the base's layers, is
-compared with those of a few texts for each adapter by ridge regression. Nothing is trained.
+compared with those of a few texts for each adapter by kernel ridge regression. Nothing is trained.
 
 Legend: R requests, L layers that are read, S positions, d hidden size, n adapters (and the base).
 """
@@ -38,6 +38,7 @@ from ..utils.torch_contexts import double
 
 FILE = "request_gate.safetensors"
 BASE = "base"  # the choice of none of the adapters
+TEXTS = 4000  # of all classes, which a gate is computed from
 _MARK = "(the request)"
 Message: TypeAlias = Mapping[str, Any]
 Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
@@ -129,8 +130,9 @@ class RequestGate:
         vectors: what each adapter is for: name → the vectors of its texts, float32 [R, L, d]; those of `"base"` are
             general requests.
         base: the base's folder or name, which `from_pretrained` loads.
-        penalty: λ of the ridge regression.
+        penalty: λ of the kernel ridge regression.
         layers: of the model, which are read; None: the first quarter.
+        margin: by how much a request's score for an adapter must be above that for the base.
 
     Example:
 
@@ -152,8 +154,9 @@ class RequestGate:
     reader: RequestReader
     vectors: dict[str, torch.Tensor]
     base: str = ""
-    penalty: float = 0.1
+    penalty: float = 0.03
     layers: int | None = None
+    margin: float = 0.1
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -162,9 +165,9 @@ class RequestGate:
         return first_ffns(self.model, layers)
 
     @cached_property
-    def weight(self) -> torch.Tensor:
-        """See `ridge`; computed for the first scores, as adapters may come and go before."""
-        return ridge([*self.vectors.values()], self.penalty)
+    def classifier(self) -> KernelRidge:
+        """Made for the first scores, as adapters may come and go before."""
+        return KernelRidge([*self.vectors.values()], self.penalty)
 
     @property
     def names(self) -> list[str]:
@@ -254,12 +257,15 @@ class RequestGate:
 
     def scores(self, requests: Sequence[Request]) -> torch.Tensor:
         """How much each request is for each of `vectors`, the adapters and the base, float64 [R, n]; about 0 to 1."""
-        return torch.einsum("rld,lnd->rn", double(self.read(requests)), self.weight) / len(self.modules)
+        return self.classifier(self.read(requests))
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:
         """The adapter that each request is for; None: the base."""
         names = [*self.vectors]
-        picked = [names[i] for i in self.scores(requests).argmax(1).tolist()]
+        scores_RN = self.scores(requests)
+        if BASE in names:
+            scores_RN[:, names.index(BASE)] += self.margin
+        picked = [names[i] for i in scores_RN.argmax(1).tolist()]
         return [None if name == BASE else name for name in picked]
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -270,7 +276,7 @@ class RequestGate:
         reader = self.reader
         about = {
             "base": self.base, "chat": reader.chat, "system": reader.system, "max_length": reader.max_length,
-            "penalty": self.penalty,
+            "penalty": self.penalty, "margin": self.margin,
         }  # fmt: skip
         _write(Path(folder, FILE), about, self.vectors)
 
@@ -288,7 +294,7 @@ class RequestGate:
         about, vectors = _read(path)
         model, tokenizer, named, layers = _opened(base or about["base"], tokenizer, dtype)
         reader = RequestReader(tokenizer, about["chat"], about["system"], about["max_length"])
-        gate = cls(model, reader, vectors, named or about["base"], about["penalty"], layers)
+        gate = cls(model, reader, vectors, named or about["base"], about["penalty"], layers, about["margin"])
         shape = (len(gate.modules), text_config(model).hidden_size)
         if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in vectors.values()):
             raise InputError(
@@ -312,6 +318,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         about = {
             "base": str(read["base"]), "chat": bool(read["chat"]), "system": read["system"],
             "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
+            "margin": float(read["margin"]),
         }  # fmt: skip
     whole = vectors and all(value.dim() and len(value) for value in vectors.values())
     if not (whole and about["penalty"] > 0 and about["max_length"] > 0):
@@ -326,22 +333,44 @@ def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
         _write(folder / FILE, about, {name: value for name, value in vectors.items() if name not in names})
 
 
-def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
+class KernelRidge:
     """
-    Ridge regression [L, n, d] from vectors [R, L, d] to their class, by layer, float64. All classes count the same,
-    however many rows they have, and λ as if each had the mean number.
+    Kernel ridge regression from the vectors of texts to their class, with a Gaussian kernel: what is like no text
+    scores 0 for each class. All classes count the same, however many texts they have, and all layers do. The width of
+    the kernel is the mean distance of two texts.
+
+    Args:
+        classes: the vectors of each class's texts, [R, L, d].
+        penalty: λ.
     """
-    weight_R = torch.cat([double(x_RLD.new_full((len(x_RLD),), 1.0)) / len(x_RLD) ** 0.5 for x_RLD in classes])
-    x_LRD = double(torch.cat([*classes])).transpose(0, 1) * weight_R[:, None]
-    target_RN = torch.block_diag(*[x_RLD.new_ones(len(x_RLD), 1) for x_RLD in classes]).double() * weight_R[:, None]
-    penalty *= len(classes) / len(weight_R)
-    rows, width = x_LRD.shape[1:]
-    # By way of the rows' products or of the features', whichever are fewer.
-    products = x_LRD @ x_LRD.mT if rows < width else x_LRD.mT @ x_LRD
-    products = products + penalty * torch.eye(min(rows, width), dtype=torch.float64)
-    if rows < width:
-        return (x_LRD.mT @ torch.linalg.solve(products, target_RN.expand(len(x_LRD), -1, -1))).mT
-    return torch.linalg.solve(products, x_LRD.mT @ target_RN).mT
+
+    def __init__(self, classes: Sequence[torch.Tensor], penalty: float) -> None:
+        # Time and memory grow with the texts' third and second power.
+        step_N = [-(-len(x_RLD) * len(classes) // TEXTS) for x_RLD in classes]
+        classes = [x_RLD[::step].float() for x_RLD, step in zip(classes, step_N, strict=True)]
+        x_RLD = torch.cat(classes)
+        self.mean_LD = x_RLD.mean(0)
+        variance_L = x_RLD.var(0, correction=0).sum(-1)
+        self.scale_L1 = (2 * len(variance_L) * variance_L).sqrt().clamp_min(1e-12)[:, None]
+        self.x_RF = self._scaled(x_RLD)
+        rows_R = double(torch.cat([x_RLD.new_full((len(of_class),), len(of_class)) for of_class in classes]))
+        target_RN = torch.block_diag(*[x_RLD.new_ones(len(of_class), 1) for of_class in classes]).double()
+        kernel_RR = self._kernel(self.x_RF)
+        kernel_RR.diagonal().add_(penalty * rows_R * len(classes) / len(x_RLD))
+        self.coefficients_RN = torch.cholesky_solve(target_RN, torch.linalg.cholesky(kernel_RR))
+
+    def __call__(self, x_RLD: torch.Tensor) -> torch.Tensor:
+        """Scores of vectors [R, L, d] for each class, float64 [R, n]."""
+        return self._kernel(self._scaled(x_RLD.float())) @ self.coefficients_RN
+
+    def _scaled(self, x_RLD: torch.Tensor) -> torch.Tensor:
+        """Vectors whose squared distances have the mean 1, [R, L·d]."""
+        return ((x_RLD - self.mean_LD) / self.scale_L1).flatten(1)
+
+    def _kernel(self, x_RF: torch.Tensor) -> torch.Tensor:
+        """exp(−d²/2) of vectors and those of the texts."""
+        norms = (x_RF.square().sum(1)[:, None], self.x_RF.square().sum(1))
+        return double(norms[0] + norms[1] - 2 * x_RF @ self.x_RF.T).clamp_min(0).mul(-0.5).exp()
 
 
 def _quarter(layers: int) -> int:

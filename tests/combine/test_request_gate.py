@@ -5,7 +5,9 @@ and go, and files.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import struct
 
 import pytest
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import RequestGate
-from moe_peft.combine.request_gate import FILE, RequestReader, neutral_requests, request_text, ridge
+from moe_peft.combine.request_gate import FILE, KernelRidge, RequestReader, neutral_requests, request_text
 from moe_peft.utils.messages import InputError
 from tests.helpers.bad_input import cut, text, without
 from tests.helpers.chat_model import save_chat_model
@@ -35,27 +37,43 @@ def gate(base):
 # --- the regression --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [(5, 3, 9), (40, 11, 25)], ids=["fewer rows than features", "more rows"])
-def test_ridge_solves_the_weighted_normal_equations(counts):
-    generator, layers, d, penalty = torch.Generator().manual_seed(0), 3, 24, 0.1
-    classes = [torch.randn(n, layers, d, generator=generator) + i for i, n in enumerate(counts)]
-    found = ridge(classes, penalty)
-    assert found.dtype == torch.float64 and found.shape == (layers, len(counts), d)
-    mean = sum(counts) / len(counts)
-    for layer in range(layers):
-        left, right = penalty * torch.eye(d).double(), torch.zeros(d, len(counts)).double()
-        for c, x in enumerate(classes):
-            for row in x[:, layer].double():
-                left += mean / len(x) * row[:, None] * row[None, :]
-                right[:, c] += mean / len(x) * row
-        torch.testing.assert_close(found[layer], (left.inverse() @ right).T, rtol=1e-9, atol=1e-9)  # as conditioned
+def test_the_regression_minimizes_its_weighted_loss():
+    generator, layers, d, counts, penalty = torch.Generator().manual_seed(0), 3, 8, (5, 3, 9), 0.1
+    classes = [torch.randn(n, layers, d, generator=generator) * (i + 1) + i for i, n in enumerate(counts)]
+    new = torch.randn(4, layers, d, generator=generator)
+    rows = [(c, x.double()) for c, of_class in enumerate(classes) for x in of_class]
+
+    def distance(x, y, variances):
+        return sum(float((x[i] - y[i]).square().sum()) / variances[i] for i in range(layers)) / (2 * layers)
+
+    mean = sum(x for _, x in rows) / len(rows)
+    variances = [sum(float((x[i] - mean[i]).square().sum()) for _, x in rows) / len(rows) for i in range(layers)]
+    kernel = torch.tensor([[math.exp(-distance(x, y, variances) / 2) for _, y in rows] for _, x in rows]).double()
+    weight = torch.diag(torch.tensor([len(rows) / len(counts) / counts[c] for c, _ in rows]).double())
+    target = torch.tensor([[float(c == i) for i in range(len(counts))] for c, _ in rows]).double()
+    # where the gradient of Σ w (Ka − y)² + λ aᵀKa is 0
+    coefficients = torch.linalg.solve(kernel @ weight @ kernel + penalty * kernel, kernel @ weight @ target)
+    asked = torch.tensor([[math.exp(-distance(x.double(), y, variances) / 2) for _, y in rows] for x in new]).double()
+    found = KernelRidge(classes, penalty)(new)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, asked @ coefficients, rtol=0, atol=1e-5)  # distances are in float32
+    assert KernelRidge(classes, penalty)(100 + new).abs().max() < 1e-6  # like none of the texts
 
 
 def test_a_class_counts_the_same_with_more_rows():
     generator = torch.Generator().manual_seed(0)
-    few, many = (torch.randn(n, 2, 16, generator=generator) for n in (6, 10))
-    expected = ridge([few, many], 0.1)
-    torch.testing.assert_close(ridge([few.repeat(5, 1, 1), many], 0.1 * (30 + 10) / (6 + 10)), expected)
+    few, many = (torch.randn(n, 2, 16, generator=generator) for n in (6, 6))
+    twice = KernelRidge([few.repeat(2, 1, 1), many.repeat(2, 1, 1)], 0.2)(many)
+    torch.testing.assert_close(twice, KernelRidge([few, many], 0.1)(many), rtol=0, atol=1e-5)
+    uneven = KernelRidge([few.repeat(9, 1, 1), many], 0.1)(torch.cat([few, many]))
+    assert (uneven.argmax(1) == torch.tensor([0] * 6 + [1] * 6)).all()
+
+
+def test_of_many_texts_evenly_spaced_ones_are_used(monkeypatch):
+    monkeypatch.setattr("moe_peft.combine.request_gate.TEXTS", 8)
+    generator = torch.Generator().manual_seed(0)
+    few, many = (torch.randn(n, 2, 16, generator=generator) for n in (3, 10))
+    assert torch.equal(KernelRidge([few, many], 0.1)(many), KernelRidge([few, many[::3]], 0.1)(many))
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -125,7 +143,7 @@ def test_parts_of_a_message_are_its_texts():
 def test_an_empty_request_has_scores_and_leaves_others_theirs(gate):
     scores = gate.scores(["", "0x1x2", "  "])
     assert scores.isfinite().all() and torch.equal(scores[0], scores[2])
-    assert_near(scores[1:2], gate.scores(["0x1x2"]))
+    torch.testing.assert_close(scores[1:2], gate.scores(["0x1x2"]), rtol=0, atol=1e-5)  # distances are in float32
 
 
 class Slow:
@@ -165,11 +183,22 @@ def test_new_requests_go_to_their_adapters_and_others_to_the_base(base, chat):
     assert None not in forced.pick(requests("neutral", 20, seed=1))
 
 
+def test_an_adapter_must_be_above_the_base_by_a_margin(gate):
+    asked = ["0x1", "+*(", *NEUTRAL]
+    scores = gate.scores(asked)
+    best, base = scores[:, :-1].max(1).values, scores[:, -1]
+    for margin in (0.0, 0.1, 0.5, 2.0):
+        picked = dataclasses.replace(gate, margin=margin).pick(asked)
+        assert [name is not None for name in picked] == (best > base + margin).tolist()
+    assert not any(dataclasses.replace(gate, margin=2.0).pick(asked))
+
+
 def test_whether_requests_are_chats_follows_from_those_given(base):
     chats = {name: [[{"role": "user", "content": each}] for each in of_name] for name, of_name in TEXTS.items()}
     of_chats, of_texts = RequestGate.fit(base, chats, NEUTRAL), RequestGate.fit(base, TEXTS, NEUTRAL)
     assert (of_chats.reader.chat, of_texts.reader.chat) == (True, False)
-    assert torch.equal(of_chats.weight, RequestGate.fit(base, TEXTS, NEUTRAL, chat=True).weight)
+    expected = RequestGate.fit(base, TEXTS, NEUTRAL, chat=True)
+    assert torch.equal(of_chats.scores(NEUTRAL), expected.scores(NEUTRAL))
 
 
 def test_ours_are_the_neutral_requests_by_default(base):
@@ -186,11 +215,11 @@ def test_the_first_layers_choose_as_the_whole_model_does(base, gate):
 def test_nothing_is_left_of_an_adapter_that_is_taken_out(base, gate):
     never = RequestGate.fit(base, {name: TEXTS[name] for name in ("math", "prose")}, NEUTRAL, chat=True)
     without_code = gate.without_adapter("code")
-    assert without_code.names == never.names and torch.equal(without_code.weight, never.weight)
+    assert without_code.names == never.names and torch.equal(without_code.scores(NEUTRAL), never.scores(NEUTRAL))
     back = without_code.with_adapter("code", TEXTS["code"])
     assert back.names == ["math", "prose", "code"] and [*back.vectors][-1] == "base"
     order = [[*back.vectors].index(name) for name in gate.vectors]
-    torch.testing.assert_close(back.weight[:, order], gate.weight)
+    torch.testing.assert_close(back.scores(NEUTRAL)[:, order], gate.scores(NEUTRAL), rtol=0, atol=1e-5)
     assert gate.names == [*TEXTS]  # which is as it was
     with pytest.raises(InputError, match="adapter='law': must be one of math, code, prose"):
         gate.without_adapter("law")
@@ -200,7 +229,7 @@ def test_an_adapter_of_the_same_name_replaces(base, gate):
     new = requests("code", 9, seed=2)
     expected = RequestGate.fit(base, {**TEXTS, "code": new}, NEUTRAL, chat=True)
     replaced = gate.with_adapter("code", new)
-    assert replaced.names == gate.names and torch.equal(replaced.weight, expected.weight)
+    assert replaced.names == gate.names and torch.equal(replaced.scores(NEUTRAL), expected.scores(NEUTRAL))
 
 
 def test_adapters_on_the_model_are_not_used(base, gate):

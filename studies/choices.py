@@ -1,0 +1,169 @@
+"""
+How requests are told apart: linear or kernel ridge regression, and by what margin an adapter must be above the base.
+SmolLM2-135M-Instruct; choices alone, so no adapter is needed.
+
+    python -m studies.choices run --source FOLDER   # minutes a seed
+    python -m studies.choices report                # the table, in studies/results
+
+The sets of tasks, rows and seeds are those of `studies.requests`: *short*, *domains*, *many*, with 24 or all rows of a
+task. General requests are of kinds that the gate's own general texts lack: 64 as in `studies.requests` (*general*) and
+280 others, *more*: 40 each of word problems, programming tasks in two data sets, quizzes and yes-no questions, and 20
+each of four tasks of BIG-Bench Hard.
+
+The kernel's width, λ and the margin of the package were chosen with seeds 0 and 1 of these sets, among some twenty ways.
+Fixed before the run with seeds 2 and 3, which drew no row for that: with all rows, kernel with a margin of .1 has at
+least as many own requests right as linear without, and on *many* 2 points or more; it sends at least 90 % of *general*
+and *more* to the base on *short* and *domains* and 75 % on *many*, where linear without a margin has at most 70 %. With
+24 rows it loses at most 4 points of own requests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.demo.smollm2 import smollm2_folder
+from moe_peft import RequestGate
+from moe_peft.combine.request_gate import BASE, KernelRidge
+
+from .request_gate import general_texts, ridge
+from .requests import FEW, HELD_OUT, TRAIN, all_tasks
+from .runs import Ledger, parser, work
+
+RESULTS = Path(__file__).parent / "results"
+SETS, SEEDS, MARGINS = ("short", "domains", "many"), (2, 3), (0.0, 0.1)
+
+
+class Job(NamedTuple):
+    """A set of tasks with the rows of a seed."""
+
+    set: str
+    seed: int
+
+
+class Choices:
+    """
+    Args:
+        source: the folder of the data sets.
+        work: a folder for locks.
+    """
+
+    def __init__(self, source: Path, work: Path, ledger: Ledger) -> None:
+        self.work, self.ledger = work, ledger
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.tasks = all_tasks(source)
+        tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+        model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+        self.gate = RequestGate.fit(model, {"any": [_chat("any")]}, tokenizer=tokenizer)
+        general = general_texts(source)
+        self.general = {"general": self.read(general), "more": self.read(more_texts(source, set(general)))}
+
+    def read(self, texts: list[str]) -> torch.Tensor:
+        return self.gate.read([_chat(text) for text in texts])
+
+    def jobs(self) -> Iterator[Job]:
+        done = {Job(run["set"], run["seed"]) for run in self.ledger.records()}
+        yield from (job for seed in SEEDS for name in SETS if (job := Job(name, seed)) not in done)
+
+    def run(self, job: Job) -> None:
+        def drawn(task: str, split: str, most: int) -> torch.Tensor:
+            rows = self.tasks[job.set][task][split]
+            sample = random.Random(f"{job.seed} {task}").sample(rows, min(len(rows), most))
+            return self.gate.read([row["prompt"] for row in sample])
+
+        tasks = [*self.tasks[job.set]]
+        train = [drawn(task, "train", TRAIN) for task in tasks]
+        asked = [drawn(task, "test", HELD_OUT[job.set]) for task in tasks]
+        own = torch.cat([torch.full((len(of_task),), i) for i, of_task in enumerate(asked)])
+        for rows in (FEW, TRAIN):
+            classes = [*(of_task[:rows] for of_task in train), self.gate.vectors[BASE]]
+            weight, kernel = ridge(classes, 0.1), KernelRidge(classes, self.gate.penalty)
+            for way in ("linear", "kernel"):
+                record: dict[str, Any] = {**job._asdict(), "rows": rows, "way": way}
+                for kind, vectors in {"own": torch.cat(asked), **self.general}.items():
+                    linear = torch.einsum("rld,lnd->rn", vectors.double(), weight) / vectors.shape[1]
+                    scores = linear if way == "linear" else kernel(vectors)
+                    right = own if kind == "own" else len(tasks)
+                    for margin in MARGINS:
+                        above = scores.clone()
+                        above[:, -1] += margin
+                        record[f"{kind}, {margin:g}"] = float((above.argmax(1) == right).double().mean())
+                self.ledger.add(record, "")
+
+
+def _chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def more_texts(source: Path, known: set[str]) -> list[str]:
+    """General requests of nine kinds, without those that are known."""
+
+    def lines(path: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (source / path).read_text().splitlines()]
+
+    def read(path: str) -> Any:
+        return json.loads((source / path).read_text())
+
+    def asked(path: str, after: str) -> list[str]:
+        return [row["instruction"].split(after)[1].split("\n")[0] for row in read(path)]
+
+    kinds = [
+        [row["question"] for row in lines("gsm8k/train.jsonl")],
+        [row["text"] for row in lines("mbpp/mbpp.jsonl")],
+        [row["instruction"] for row in read("gpteacher/codegen-instruct.json")],
+        asked("llm-adapters/ARC-Easy-train.json", "to the question: "),
+        asked("llm-adapters/boolq-train.json", "question: "),
+    ]
+    for task in ("disambiguation_qa", "causal_judgement", "movie_recommendation", "sports_understanding"):
+        kinds.append([row["input"].split("\nOptions")[0] for row in read(f"bbh/{task}.json")["examples"]])
+    draw = random.Random(1)
+    return [
+        text
+        for i, kind in enumerate(kinds)
+        for text in draw.sample([t for t in dict.fromkeys(kind) if t not in known], 40 if i < 5 else 20)
+    ]
+
+
+def report(ledger: Ledger) -> str:
+    """The page of the runs that there are."""
+    names = [f"{kind}, margin {margin:g}" for kind in ("own", "general", "more") for margin in MARGINS]
+    lines = [
+        "# How requests are told apart",
+        "",
+        "`python -m studies.choices report` writes this page; the script's head says what was fixed before. Requests of"
+        " the tasks that are sent to their own adapter, and general ones that are sent to the base, in per cent; means"
+        " over seeds.",
+        "",
+        f"| tasks | rows | regression | {' | '.join(names)} |",
+        f"|{'---|' * (3 + len(names))}",
+    ]
+    runs = ledger.records()
+    for name in SETS:
+        for rows, way in dict.fromkeys((run["rows"], run["way"]) for run in runs):
+            of = [run for run in runs if (run["set"], run["rows"], run["way"]) == (name, rows, way)]
+            if of:
+                values = [sum(run[key.replace("margin ", "")] for run in of) / len(of) for key in names]
+                cells = [name, "all" if rows == TRAIN else str(rows), way, *(f"{100 * value:.1f}" for value in values)]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--source", type=Path, default=Path("data"))
+    args = options.parse_args()
+    ledger = Ledger(RESULTS / "choices.jsonl")
+    if args.command == "report":
+        (RESULTS / "choices.md").write_text(page := report(ledger))
+        return print(page)
+    work(Choices(args.source, args.work / "choices", ledger))
+
+
+if __name__ == "__main__":
+    main()

@@ -403,7 +403,8 @@ def test_fit_makes_the_gate_of_the_requests_in_files(gate, tmp_path, capsys, kin
         RequestGate.fit(gate.base, TEXTS, NEUTRAL, chat="messages" in kind),
     )
     assert made.reader.chat == expected.reader.chat
-    torch.testing.assert_close(made.scores(["x"]), expected.scores(["x"]), rtol=0, atol=1e-4)  # rows are drawn in another order
+    # rows are drawn in another order
+    torch.testing.assert_close(made.scores(["x"]), expected.scores(["x"]), rtol=0, atol=1e-4)
 
 
 def test_fit_takes_labels_of_a_column_or_of_flags(gate, tmp_path):

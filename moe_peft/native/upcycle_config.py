@@ -110,7 +110,7 @@ class UpcycleConfig:
     )
     num_shared_experts: int = setting(0, "fine-grained experts that are always active", _COUNT_OR_NONE)
     weight_scaling: bool = setting(True, "keep the size of the FFN's output")
-    router_init: str = setting("normal", f"initial gates: {', '.join((*get_args(RouterInit), 'ridge', 'prompts'))}")
+    router_init: str = setting("normal", f"initial gates: {', '.join(get_args(RouterInit))}")
     router_init_std: float = setting(0.02, "standard deviation of random gates", _SIZE)
     router_num_heads: int | None = setting(None, "attention: groups of heads (m)", _COUNT)
     router_weights: str | None = setting(None, "safetensors file with the given gates")

@@ -22,7 +22,6 @@ to be; with 24 rows 4.6 points fewer.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +34,10 @@ from examples.demo.smollm2 import smollm2_folder
 from moe_peft import RequestGate
 from moe_peft.combine.request_gate import BASE, KernelRidge
 
-from .request_gate import general_texts, ridge
-from .requests import FEW, HELD_OUT, TRAIN, all_tasks
+from .request_gate import general_kinds, general_texts, ridge
+from .requests import FEW, HELD_OUT, TRAIN, all_tasks, drawn
 from .runs import Ledger, parser, work
+from .short_tasks import _json
 
 RESULTS = Path(__file__).parent / "results"
 SETS, SEEDS, MARGINS = ("short", "domains", "many"), (2, 3), (0.0, 0.1)
@@ -75,14 +75,13 @@ class Choices:
         yield from (job for seed in SEEDS for name in SETS if (job := Job(name, seed)) not in done)
 
     def run(self, job: Job) -> None:
-        def drawn(task: str, split: str, most: int) -> torch.Tensor:
-            rows = self.tasks[job.set][task][split]
-            sample = random.Random(f"{job.seed} {task}").sample(rows, min(len(rows), most))
-            return self.gate.read([row["prompt"] for row in sample])
+        tasks = self.tasks[job.set]
 
-        tasks = [*self.tasks[job.set]]
-        train = [drawn(task, "train", TRAIN) for task in tasks]
-        asked = [drawn(task, "test", HELD_OUT[job.set]) for task in tasks]
+        def vectors_of(task: str, split: str, most: int) -> torch.Tensor:
+            return self.gate.read([row["prompt"] for row in drawn(tasks[task][split], most, job.seed, task)])
+
+        train = [vectors_of(task, "train", TRAIN) for task in tasks]
+        asked = [vectors_of(task, "test", HELD_OUT[job.set]) for task in tasks]
         own = torch.cat([torch.full((len(of_task),), i) for i, of_task in enumerate(asked)])
         for rows in (FEW, TRAIN):
             classes = [*(of_task[:rows] for of_task in train), self.gate.vectors[BASE]]
@@ -106,25 +105,10 @@ def _chat(text: str) -> list[dict[str, str]]:
 
 def more_texts(source: Path, known: set[str]) -> list[str]:
     """General requests of nine kinds, without those that are known."""
-
-    def lines(path: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (source / path).read_text().splitlines()]
-
-    def read(path: str) -> Any:
-        return json.loads((source / path).read_text())
-
-    def asked(path: str, after: str) -> list[str]:
-        return [row["instruction"].split(after)[1].split("\n")[0] for row in read(path)]
-
-    kinds = [
-        [row["question"] for row in lines("gsm8k/train.jsonl")],
-        [row["text"] for row in lines("mbpp/mbpp.jsonl")],
-        [row["instruction"] for row in read("gpteacher/codegen-instruct.json")],
-        asked("llm-adapters/ARC-Easy-train.json", "to the question: "),
-        asked("llm-adapters/boolq-train.json", "question: "),
-    ]
+    kinds = general_kinds(source, "train")
+    kinds.insert(2, [row["instruction"] for row in _json(source / "gpteacher/codegen-instruct.json")])
     for task in ("disambiguation_qa", "causal_judgement", "movie_recommendation", "sports_understanding"):
-        kinds.append([row["input"].split("\nOptions")[0] for row in read(f"bbh/{task}.json")["examples"]])
+        kinds.append([row["input"].split("\nOptions")[0] for row in _json(source / f"bbh/{task}.json")["examples"]])
     draw = random.Random(1)
     return [
         text

@@ -73,12 +73,12 @@ from moe_peft.models.introspection import base_passes
 from moe_peft.models.layer import AdapterLayer, routed_layers
 from moe_peft.routing.routers import LinearRouter
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
-from moe_peft.utils.torch_contexts import double
 
 from .exact_match import Answer, answers, by_task
 from .growing import TASKS as DOMAINS
 from .growing import _read as read_domains
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
+from .short_tasks import _json, _lines
 
 RESULTS = Path(__file__).parent / "results"
 SETS = {"short": ("banking", "kitchen", "logic", "slots"), "domains": DOMAINS}
@@ -369,10 +369,12 @@ def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
     Ridge regression [L, n, d] from vectors [R, L, d] to their class, by layer, float64. All classes count the same,
     however many rows they have, and λ as if each had the mean number.
     """
-    weight_R = torch.cat([double(x_RLD.new_full((len(x_RLD),), 1.0)) / len(x_RLD) ** 0.5 for x_RLD in classes])
-    x_LRD = double(torch.cat([*classes])).transpose(0, 1) * weight_R[:, None]
-    target_RN = torch.block_diag(*[x_RLD.new_ones(len(x_RLD), 1) for x_RLD in classes]).double() * weight_R[:, None]
-    penalty *= len(classes) / len(weight_R)
+    count_N = torch.tensor([len(x_RLD) for x_RLD in classes])
+    class_R = torch.arange(len(classes)).repeat_interleave(count_N)
+    weight_R1 = count_N[class_R].double().rsqrt()[:, None]
+    x_LRD = torch.cat([*classes]).double().transpose(0, 1) * weight_R1
+    target_RN = torch.eye(len(classes), dtype=torch.float64)[class_R] * weight_R1
+    penalty *= len(classes) / len(class_R)
     rows, width = x_LRD.shape[1:]
     # By way of the rows' products or of the features', whichever are fewer.
     products = x_LRD @ x_LRD.mT if rows < width else x_LRD.mT @ x_LRD
@@ -382,22 +384,24 @@ def ridge(classes: Sequence[torch.Tensor], penalty: float) -> torch.Tensor:
     return torch.linalg.solve(products, x_LRD.mT @ target_RN).mT
 
 
-def general_texts(source: Path) -> list[str]:
-    """Sixteen each of word problems, programming tasks, quizzes and yes-no questions."""
+def general_kinds(source: Path, split: str) -> list[list[str]]:
+    """Word problems, programming tasks, quizzes and yes-no questions, of the data sets' `train` or `test`."""
 
-    def lines(path: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (source / path).read_text().splitlines()]
+    def asked(name: str, after: str) -> list[str]:
+        rows = _json(source / f"llm-adapters/{name}-{split}.json")
+        return [row["instruction"].split(after)[1].split("\n")[0] for row in rows]
 
-    def asked(path: str, after: str) -> list[str]:
-        return [row["instruction"].split(after)[1].split("\n")[0] for row in json.loads((source / path).read_text())]
-
-    kinds: list[list[str]] = [
-        [row["question"] for row in lines("gsm8k/test.jsonl")],
-        [row["text"] for row in lines("mbpp/mbpp.jsonl")],
-        asked("llm-adapters/ARC-Easy-test.json", "to the question: "),
-        asked("llm-adapters/boolq-test.json", "question: "),
+    return [
+        [row["question"] for row in _lines(source / f"gsm8k/{split}.jsonl")],
+        [row["text"] for row in _lines(source / "mbpp/mbpp.jsonl")],
+        asked("ARC-Easy", "to the question: "),
+        asked("boolq", "question: "),
     ]
-    return [text for kind in kinds for text in random.Random(0).sample(kind, 16)]
+
+
+def general_texts(source: Path) -> list[str]:
+    """Sixteen of each kind."""
+    return [text for kind in general_kinds(source, "test") for text in random.Random(0).sample(kind, 16)]
 
 
 # --- report ----------------------------------------------------------------------------------------------------------

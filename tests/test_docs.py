@@ -67,6 +67,12 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_tables_are_in_one_piece(page):
+    """Rows behind an empty line, without a head of their own, are shown as text."""
+    assert not re.findall(r"\n\n(\|.*)\n(?!\|[-:| ]+\|\n)", page.read_text(encoding="utf-8"))
+
+
 def test_the_routers_are_counted():
     from moe_peft.routing import ROUTERS
 

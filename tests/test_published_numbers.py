@@ -69,3 +69,76 @@ def test_generation_by_a_compiled_pass():
                           ("MoE, `projection`", "projection")):  # fmt: skip
         cells = [f"{float(measured[f'{method}, {way}']):.1f}" for way in ("as usual", "static and compiled")]
         assert f"| {shown} | {' | '.join(cells)} |" in text("docs/speed.md")
+
+
+def share(matches: list[str]) -> float:
+    """Of right answers, texts of 0 and 1, in per cent."""
+    return 100 * sum(map(int, "".join(matches))) / len("".join(matches))
+
+
+def test_what_reaches_a_service():
+    runs = [run for run in records("studies/results/requests.jsonl") if "right" in run]
+    by_run = {(run["set"], run["seed"], run["way"], run["rows"]): run for run in runs}
+
+    def right(set_name: str, way: str, seeds: tuple[int, ...], kind: str = "one", rows: int = 0) -> float:
+        return share([by_run[set_name, seed, way, rows]["right"][kind] for seed in seeds])
+
+    def harm(set_name: str, way: str, seeds: tuple[int, ...]) -> float:
+        losses = [[by_run[set_name, seed, of, 0]["none_loss"] for seed in seeds] for of in (way, "base")]
+        return (sum(losses[0]) - sum(losses[1])) / len(seeds)
+
+    joint, replay, sets = "joint", "joint, replay", ("short", "domains")
+    assert (
+        f"on the look-alike domains {right('domains', joint, (0, 1)):.0f} % right, where picking has "
+        f"{right('domains', 'picked', (0, 1), rows=240):.0f} %"
+    ) in text("docs/combine.md")
+    assert f"requests lose {harm('domains', joint, (0, 1)):.1f} of loss per token" in text("docs/combine.md")
+    page, losses = text("docs/training.md"), [harm(name, way, (0,)) for way in (joint, replay) for name in sets]
+    lost = {
+        kind: [right(name, joint, (0,), kind) - right(name, replay, (0,), kind) for name in sets]
+        for kind in ("one", "system", "switch")
+    }
+    for shown in (
+        "cost general requests {:.2f} of loss per token, one for eight look-alike domains {:.2f}.".format(*losses[:2]),
+        "this was {:.2f} and {:.2f} (one training of each)".format(*losses[2:]),
+        "fell by {:.0f} to {:.0f} points, and".format(*sorted(lost["one"])),
+        "by {:.0f} to {:.0f} behind system".format(*sorted([*lost["system"], *lost["switch"]])[::3]),
+    ):
+        assert shown in page, shown
+
+
+def test_tenants():
+    """The rates are those of the study's page, in its order of ways."""
+    runs = records("studies/results/tenants.jsonl")
+    rows = {
+        "one shared expert and one for each": ("shared", 4e-3),
+        "one LoRA, the tenant's name in each prompt, as many parameters": ("joint, named, rank 24", 2e-3),
+        "one LoRA for all, without names": ("joint, rank 16", 2e-3),
+        "a LoRA for each": ("own", 4e-3),
+        "the first, trained with the tenants shuffled": ("shuffled", 2e-3),
+    }
+    for title, (way, rate) in rows.items():
+        of_way = [run["test"] for run in runs if (run["way"], run["rate"]) == (way, rate)]
+        assert len(of_way) == 3
+        kinds = [
+            [of_tenant[kind][1] for test in of_way for of_tenant in test.values()] for kind in ("swapped", "common")
+        ]
+        cells = [share(kinds[0]), share(kinds[1]), share([*kinds[0], *kinds[1]])]
+        assert f"| {title} | {' | '.join(f'{cell:.0f} %' for cell in cells)} |" in text("docs/steering.md")
+
+
+def test_how_requests_are_told_apart():
+    runs = records("studies/results/choices.jsonl")
+
+    def reached(set_name: str, kind: str, rows: int = 240, way: str = "kernel", margin: str = "0.1") -> float:
+        of = [run for run in runs if (run["set"], run["rows"], run["way"]) == (set_name, rows, way)]
+        return 100 * sum(run[f"{kind}, {margin}"] for run in of) / len(of)
+
+    linear = [reached(name, "own", way="linear", margin="0") for name in ("domains", "many")]
+    assert (
+        f"With 24 of each look-alike domain {reached('domains', 'own', 24):.0f} % of the requests reach their own "
+        "LoRA, "
+        f"with 240, {reached('domains', 'own'):.0f} %. With 240 of each of 24 tasks {reached('many', 'own'):.0f} % do, "
+        f"and {reached('many', 'more'):.0f} to {reached('many', 'general'):.0f} % of general requests reach the base"
+    ) in text("docs/combine.md")
+    assert "a linear gate, which had {:.0f} and {:.0f} % there".format(*linear) in text("docs/combine.md")

@@ -34,11 +34,10 @@ from ..native.folders import DenseFolder, open_folder
 from ..utils.io import read_text, reading
 from ..utils.loading import check_loaded
 from ..utils.messages import InputError, choice_error
-from ..utils.torch_contexts import double
 
 FILE = "request_gate.safetensors"
 BASE = "base"  # the choice of none of the adapters
-TEXTS = 4000  # of all classes, which a gate is computed from
+TEXTS = 4000  # about as many, of all classes, does a gate use at most
 _MARK = "(the request)"
 Message: TypeAlias = Mapping[str, Any]
 Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
@@ -335,17 +334,17 @@ def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
 
 class KernelRidge:
     """
-    Kernel ridge regression from the vectors of texts to their class, with a Gaussian kernel: what is like no text
-    scores 0 for each class. All classes count the same, however many texts they have, and all layers do. The width of
-    the kernel is the mean distance of two texts.
+    Kernel ridge regression from the vectors of texts to their class, with a Gaussian kernel: far from all texts, scores
+    are 0. Classes have the same weight, however many texts they have, and so do layers. The kernel's width is the root
+    mean square distance of two texts.
 
     Args:
-        classes: the vectors of each class's texts, [R, L, d].
+        classes: the vectors of each class's texts, [R, L, d]; of more than `TEXTS` in all, evenly spaced ones are used.
         penalty: λ.
     """
 
     def __init__(self, classes: Sequence[torch.Tensor], penalty: float) -> None:
-        # Time and memory grow with the texts' third and second power.
+        # Time grows with the cube of the number of texts, and memory with its square.
         step_N = [-(-len(x_RLD) * len(classes) // TEXTS) for x_RLD in classes]
         classes = [x_RLD[::step].float() for x_RLD, step in zip(classes, step_N, strict=True)]
         x_RLD = torch.cat(classes)
@@ -353,10 +352,11 @@ class KernelRidge:
         variance_L = x_RLD.var(0, correction=0).sum(-1)
         self.scale_L1 = (2 * len(variance_L) * variance_L).sqrt().clamp_min(1e-12)[:, None]
         self.x_RF = self._scaled(x_RLD)
-        rows_R = double(torch.cat([x_RLD.new_full((len(of_class),), len(of_class)) for of_class in classes]))
-        target_RN = torch.block_diag(*[x_RLD.new_ones(len(of_class), 1) for of_class in classes]).double()
+        count_N = torch.tensor([len(of_class) for of_class in classes])
+        class_R = torch.arange(len(classes)).repeat_interleave(count_N)
         kernel_RR = self._kernel(self.x_RF)
-        kernel_RR.diagonal().add_(penalty * rows_R * len(classes) / len(x_RLD))
+        kernel_RR.diagonal().add_(penalty * count_N[class_R].double() * len(classes) / len(x_RLD))
+        target_RN = torch.eye(len(classes), dtype=torch.float64)[class_R]
         self.coefficients_RN = torch.cholesky_solve(target_RN, torch.linalg.cholesky(kernel_RR))
 
     def __call__(self, x_RLD: torch.Tensor) -> torch.Tensor:
@@ -369,8 +369,7 @@ class KernelRidge:
 
     def _kernel(self, x_RF: torch.Tensor) -> torch.Tensor:
         """exp(−d²/2) of vectors and those of the texts."""
-        norms = (x_RF.square().sum(1)[:, None], self.x_RF.square().sum(1))
-        return double(norms[0] + norms[1] - 2 * x_RF @ self.x_RF.T).clamp_min(0).mul(-0.5).exp()
+        return torch.cdist(x_RF, self.x_RF).double().square().mul(-0.5).exp()
 
 
 def _quarter(layers: int) -> int:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
-from moe_peft import fold_routers, init_attention_routers, replace_routers
+from moe_peft import MoESFTConfig, fold_routers, init_attention_routers, replace_routers
 from moe_peft.models.gates import CONFIG_FIELD
 from moe_peft.models.routed_gate import RoutedGate
 from moe_peft.native import UpcycleConfig, upcycle
@@ -23,6 +24,7 @@ from moe_peft.native.base import Base
 from moe_peft.routing.routers import RouterSettings
 from moe_peft.training.preparation import calibration_batches, tokenized
 from moe_peft.upit import UpIT, post_train, recipe_from_dict
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near, near
 from tests.helpers.upit_case import chats, make_ffn_case, run, run_in_process, without_paths
 
@@ -37,6 +39,25 @@ def settings_with(router, folder, tokenizer, **own):
         del case[name]
     moe = {"top_k": 2, "init": "drop", **own}
     return {**case, "moe": moe, "post_train": {"router": router, "sft": {"router_z_loss_coef": 0.001}}}
+
+
+class Sharded(MoESFTConfig):
+    """As with DeepSpeed, which this environment lacks; a run's name ends with ZeRO's stage."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.deepspeed_plugin = SimpleNamespace(zero_stage=int(self.run_name[-1]))
+
+
+def test_gates_that_are_replaced_are_not_sharded(tmp_path, tokenizer, monkeypatch):
+    pipeline = UpIT(
+        recipe_from_dict({**settings_with(ATTENTION, tmp_path, tokenizer), "output_dir": str(tmp_path / "out")})
+    )
+    stage = pipeline.stages[0]
+    monkeypatch.setattr(type(stage), "config", Sharded)
+    assert stage.arguments(run_name="stage 2").run_name == "stage 2"
+    with pytest.raises(InputError, match=r"post_train\.router=.*: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2"):
+        stage.arguments(run_name="stage 3")
 
 
 @pytest.mark.parametrize("router", [ATTENTION, {"type": "attention"}])

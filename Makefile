@@ -62,7 +62,7 @@ test-latest:
 	$(PYTHON) -m venv $(LATEST)
 	$(LATEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n 2 --dist worksteal -m 'not slow' \
-		--ignore tests/training/test_engines.py --ignore tests/test_architecture.py
+		--ignore tests/training/test_engines.py --ignore tests/test_architecture.py --ignore tests/test_notebooks.py
 	$(LATEST)/bin/python -m compatibility.versions
 
 # Minutes of training in two processes, with DeepSpeed, which would make every import of the other tests slower.

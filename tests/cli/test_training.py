@@ -837,7 +837,7 @@ def test_a_plan_needs_no_accelerator(case, tmp_path, capsys, monkeypatch):
         ),
         ("report_to", "comet_ml", "report_to='comet_ml': "),
         ("report_to", "nonsense", "report_to='nonsense': "),
-        ("report_to", "wandb", "report_to='wandb': No API key configured. Use `wandb login`"),
+        ("report_to", "wandb", "report_to='wandb': "),
         ("num_experts", 1, "num_experts=1: a single expert is always active and has no router"),
         ("target_modules", "all", "target_modules: all: not a setting here; instead: target_modules: all-linear"),
         ("target_modules", ["W_pack"], "{'W_pack'} not found in the base model"),

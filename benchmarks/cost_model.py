@@ -1,5 +1,5 @@
 """
-What a training step costs on paper: operations, traffic and memory of the base, LoRA and both mixings; checked here.
+What a training step costs on paper: operations and traffic of the base, LoRA and both mixings; checked here.
 
     python -m benchmarks.cost_model            # the tables at 8B and 70B, by arithmetic alone
     python -m benchmarks.cost_model --check    # predicted and measured ratios on this machine, a minute or two
@@ -18,13 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from trl import SFTConfig
 
-from moe_peft import MoELoraConfig
 from moe_peft.adapter.dispatch_choice import DEVICES, Crossovers
-from moe_peft.training import estimate as planning
 
 from .adapter import METHODS, Case, time_ratios
 
@@ -139,26 +135,10 @@ def step(s: Shape, method: str, backward: bool = True) -> Step:
     return Step(s.tokens * per_token, s.tokens * s.layers * (times * forward + (back if backward else 0)))
 
 
-def memory(s: Shape, method: str, launch: planning.Launch) -> int:
-    """Bytes of one process but for activations, as a dry run has them: a bfloat16 base, float32 adapters, Adam."""
-    args = SFTConfig(
-        per_device_train_batch_size=s.tokens // s.length, gradient_checkpointing=s.checkpointing, bf16=False
-    )
-    projections = ["gate_proj", "up_proj", "down_proj"]
-    config = (
-        LoraConfig(r=s.k * s.r, target_modules=projections, task_type="CAUSAL_LM")
-        if method == "lora"
-        else MoELoraConfig(num_experts=s.experts, top_k=s.k, r=s.r, mixing=method, task_type="CAUSAL_LM")
-    )
-    with torch.device("meta"):
-        model = get_peft_model(s.model().to(torch.bfloat16), config)
-    return planning.memory(model, args, launch=launch).total
-
-
-def sent(s: Shape, method: str, launch: planning.Launch) -> float:
+def sent(s: Shape, method: str, processes: int, fsdp2: bool) -> float:
     """Bytes that a process sends in a step: gradients (an all-reduce), or FSDP2's layers twice and gradients once."""
-    ring = (launch.processes - 1) / launch.processes
-    layers = 2 * 2 * s.base_parameters * ring if launch.strategy == "fsdp2" else 0
+    ring = (processes - 1) / processes
+    layers = 2 * 2 * s.base_parameters * ring if fsdp2 else 0
     return layers + 2 * 4 * s.trained(method) * ring
 
 
@@ -181,15 +161,12 @@ def tables() -> Iterator[str]:
                     f"| {name} | {n}, {k}, {r} | {method} | {s.trained(method) / 1e6:.0f}M "
                     f"| {moe.operations / lora.operations:.3f} | {moe.elements / lora.elements:.2f} |"
                 )
-    yield "\nMemory of one process and bytes that it sends in a step (n = 8, k = 2, r = 8, 8192 tokens per process):\n"
-    yield "| model | processes | strategy | memory, LoRA | memory, MoE-LoRA | sent, LoRA | sent, MoE-LoRA |"
-    yield "|---" * 7 + "|"
+    yield "\nBytes that a process sends in a step (n = 8, k = 2, r = 8, 8192 tokens per process):\n"
+    yield "| model | processes | sent, LoRA | sent, MoE-LoRA |\n|---|---|---|---|"
     for name, s in MODELS.items():
-        for processes, strategy in ((1, "ddp"), (8, "ddp"), (8, "fsdp2"), (64, "fsdp2")):
-            launch = planning.Launch(processes, strategy)
-            cells = [f"{memory(s, method, launch) / 1e9:.0f} GB" for method in ("lora", "output")]
-            cells += [f"{sent(s, method, launch) / 1e9:.2f} GB" for method in ("lora", "output")]
-            yield f"| {name} | {processes} | {strategy if processes > 1 else '–'} | {' | '.join(cells)} |"
+        for processes, fsdp2 in ((8, False), (8, True), (64, True)):
+            cells = [f"{sent(s, method, processes, fsdp2) / 1e9:.2f} GB" for method in ("lora", "output")]
+            yield f"| {name} | {processes}, {'FSDP2' if fsdp2 else 'DDP'} | {' | '.join(cells)} |"
 
 
 # --- against this machine ---------------------------------------------------------------------------------------------

@@ -127,14 +127,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _bar(kind: Any, args: Any, kwargs: Any) -> Any:
-    """A progress bar of transformers, which also makes ours."""
+    """A progress bar of transformers."""
     if kwargs.get("desc") in ("Loading weights", "Writing model shards"):
         kwargs = {**kwargs, "disable": True}
     return kind(*args, **kwargs)
 
 
 def _hide_progress() -> None:
-    """No progress bars, ours or those of other packages, and none of their warnings."""
+    """No progress bars of other packages, and none of their warnings."""
     import transformers
 
     transformers.logging.disable_progress_bar()

@@ -58,11 +58,6 @@ class RunOptions:
         metadata={"help": "Stop after this many evaluations without improvement, with load_best_model_at_end."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
-    processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
-    strategy: str | None = field(
-        default=None,
-        metadata={"help": "With dry_run: what shards the state among processes: ddp, fsdp2, zero2 or zero3."},
-    )
 
 
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:

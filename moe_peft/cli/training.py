@@ -20,7 +20,7 @@ from trl import DPOConfig
 from ..adapter.config import MoELoraConfig
 from ..training.checkpointing import numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
-from ..training.estimate import planned_launch, print_estimates
+from ..training.estimate import print_estimates
 from ..training.preflight import check_arguments
 from ..training.resuming import resumes, save_full_weights, train
 from ..training.trainable import on_quantized
@@ -41,7 +41,6 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
         adapter_rate: the learning rate of an adapter, if the user sets none; None: the trainer's.
     """
     run = options.run
-    launch = planned_launch(run.processes, run.strategy, run.dry_run)
     if options.trains_adapter and adapter_rate is not None and not options.has_rate:
         options.training.learning_rate = adapter_rate
     stages = training_stages(options)
@@ -50,7 +49,7 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | No
         _check_best(run.early_stopping_patience, args, f"{path}." if path else "")
     data, eval_data = _load_splits(options, stages)
     if run.dry_run:
-        print_estimates(options.base, _empty_model(options), stages, data, options.tokenizer, launch)
+        print_estimates(options.base, _empty_model(options), stages, data, options.tokenizer)
         return
     _check_engines(options, stages)
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ..upit.methods import METHODS
-from ..utils.validation import Flag, Integer, Settings, Text
+from ..utils.validation import Flag, Settings, Text
 from .settings import SettingsParser
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ class UpitSettings(Settings):
     config: Text = Field(title="FILE", description="the recipe, a YAML file")
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
     dry_run: Flag = Field(False, description="print the plan and stop")
-    processes: Integer | None = Field(None, description="with --dry-run: plan for this many processes")
-    strategy: Text | None = Field(
-        None, title="ddp|zero2|zero3|fsdp2", description="with --dry-run: what shards the state among processes"
-    )
     redo: Flag = Field(False, description="redo finished stages that no longer fit the recipe")
 
 
@@ -46,16 +42,14 @@ def parser(prog: str) -> SettingsParser:
 
 def run(settings: UpitSettings) -> None:
     # Only now: these imports take seconds.
-    from ..training.estimate import planned_launch
     from ..upit.pipeline import UpIT
     from ..upit.plan import print_plan
     from ..upit.recipe import load_recipe
     from ..utils.distributed import leave_processes, on_main_process
 
-    launch = planned_launch(settings.processes, settings.strategy, settings.dry_run)
     pipeline = UpIT(load_recipe(settings.config, settings.set))
     if settings.dry_run:
-        print_plan(pipeline, launch)
+        print_plan(pipeline)
     else:
         pipeline.run(settings.redo)
         on_main_process(lambda: _print_result(pipeline))

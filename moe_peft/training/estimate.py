@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelerate import PartialState
@@ -21,47 +21,16 @@ from ..models.layer import router_parameters
 from ..models.model_size import model_size
 from ..native.base import Base
 from ..utils.loading import chat_template
-from ..utils.messages import InputError, choice_error
 from .schedule import schedule_name, steps_and_rows
 from .trainable import freeze_for_stage
 
 _SAMPLED_ROWS = 500  # for lengths
 
-# What each strategy shards among the processes; the rest is the same in all of them.
-STRATEGIES = {
-    "ddp": (),
-    "zero2": ("gradients", "optimizer"),
-    "zero3": ("weights", "gradients", "optimizer"),
-    "fsdp2": ("weights", "gradients", "optimizer"),
-}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a training will be launched: the number of processes, and what shards its state among them."""
-
-    processes: int = 1
-    strategy: str = "ddp"
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise InputError(choice_error("strategy", self.strategy, STRATEGIES))
-        if self.processes < 1:
-            raise InputError(f"processes={self.processes}: must be 1 or more")
-
-
-def planned_launch(processes: int | None, strategy: str | None, dry_run: bool) -> Launch:
-    """The launch that a plan is for: what was asked for, or this process's own."""
-    if not dry_run and (processes, strategy) != (None, None):
-        name, value = ("processes", processes) if processes is not None else ("strategy", strategy)
-        raise InputError(f"{name}={value!r}: is for --dry-run; a run takes it from its launcher (accelerate launch)")
-    return Launch(PartialState().num_processes if processes is None else processes, strategy or "ddp")
-
 
 @dataclass(frozen=True)
 class Memory:
     """
-    Bytes of one process on its device, without activations, which come on top: no rule covers every model's code.
+    Bytes on a device, without activations, which come on top: no rule covers every model's code.
 
     Args:
         weights: all of them, quantized ones at their packed size.
@@ -87,64 +56,42 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def memory(
-    model: nn.Module,
-    args: SFTConfig,
-    *,
-    quantization: Mapping[str, Any] | None = None,
-    launch: Launch = Launch(),
-) -> Memory:
+def memory(model: nn.Module, args: SFTConfig, quantization: Mapping[str, Any] | None = None) -> Memory:
     """
-    An estimate for one process: the weights, and gradients and Adam's two moments of the trainable ones.
-
-    DDP's buckets hold the gradients once more. Where parameters are sharded, two layers (the one that computes and the
-    next) and what is in no layer, such as embeddings, are still full.
+    An estimate for one process that shards nothing: the weights, and gradients and Adam's two moments of the trainable
+    ones.
 
     Args:
         model: what is trained, without weights, each parameter with its dtype; see `on_quantized`.
         quantization: fields of a `BitsAndBytesConfig`, of the base.
     """
-    weights, largest, outside = _weight_bytes(model, quantization or {})
+    weights = _weight_bytes(model, quantization or {})
     trainable = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trainable)
     moments = sum(p.numel() for p in trainable) if "8bit" in getattr(args.optim, "value", args.optim) else gradients
-    buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
-    needed = Memory(weights, gradients * buckets, 2 * moments)
-    shares = {name: -(-getattr(needed, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
-    if "weights" in shares and launch.processes > 1:
-        shares["weights"] = min(shares["weights"] + 2 * largest + outside, needed.weights)
-    needed = replace(needed, **shares)
     has_reference = not getattr(args, "precompute_ref_log_probs", True) and not isinstance(model, PeftModel)
-    return replace(needed, reference=needed.weights if has_reference else 0)
+    return Memory(weights, gradients, 2 * moments, weights if has_reference else 0)
 
 
-def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Bytes of all weights, of the largest layer, and of those in no layer. A tied weight counts once."""
+def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> int:
+    """Bytes of all weights. A tied weight counts once."""
     scale = (1 if quantization.get("bnb_4bit_use_double_quant") else 4) / 64  # 64 weights have one in float32
     packed = 0.5 + scale if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
     head = base_model(model).get_output_embeddings()
     head = getattr(head, "original_module", head)  # beneath PEFT's copies and rows
-
-    def size(part: nn.Module) -> float:
-        sizes = {}
-        for module in part.modules():
-            linear = isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
-            for parameter in module.parameters(recurse=False):
-                width = packed if linear and packed is not None else parameter.element_size()
-                sizes[id(parameter)] = parameter.numel() * width
-        return sum(sizes.values())
-
-    # The list of decoder layers is that with the most weights.
-    lists = ([size(layer) for layer in module] for module in model.modules() if isinstance(module, nn.ModuleList))
-    layers = max(lists, key=sum)
-    total = size(model)
-    return round(total), round(max(layers)), round(total - sum(layers))
+    sizes = {}
+    for module in model.modules():
+        linear = isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
+        for parameter in module.parameters(recurse=False):
+            width = packed if linear and packed is not None else parameter.element_size()
+            sizes[id(parameter)] = parameter.numel() * width
+    return round(sum(sizes.values()))
 
 
 # --- the plan of a training ------------------------------------------------------------------------------------------
 
 # Columns of a plan's table.
-COLUMNS = ("steps", "tokens", "trainable parameters", "memory per process, about")
+COLUMNS = ("steps", "tokens", "trainable parameters", "memory, about")
 MEMORY_LINE = "memory: of weights, gradients and the optimizer; activations come on top"
 
 
@@ -154,7 +101,6 @@ def print_estimates(
     stages: Mapping[str, Any],
     data: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    launch: Launch,
 ) -> None:
     """
     Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters and memory.
@@ -170,10 +116,10 @@ def print_estimates(
     lines = []
     for args in stages.values():
         rows = count_rows(data, tokenizer, args)
-        steps, read = steps_and_rows(args, rows.count, launch.processes)
+        steps, read = steps_and_rows(args, rows.count, PartialState().num_processes)
         freeze_for_stage(model, router_parameters(model), args.training_stage)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        needed = memory(model, args, quantization=quantization, launch=launch)
+        needed = memory(model, args, quantization)
         numbers = (f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", gib(needed.total))
         table.add_row(args.training_stage, *numbers)
         lines.append(f"{args.training_stage}: {training_line(args)}; {needed}")

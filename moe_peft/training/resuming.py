@@ -31,7 +31,6 @@ from .checkpointing import (
     without_optimizer,
 )
 from .preflight import refuse_arguments
-from .progress import show_progress
 from .schedule import steps_and_rows
 
 logger = logging.getLogger("moe_peft")
@@ -106,7 +105,6 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
             args.save_steps = math.ceil(args.max_steps * args.save_steps)
         kept = {*keep, args.max_steps}
         save_full_weights(trainer)
-    show_progress(trainer)
     fingerprint = Fingerprint.of(trainer, **facts)
     trainer.add_callback(MarkComplete(fingerprint) if keep is None else KeepCheckpoints(fingerprint, kept))
 

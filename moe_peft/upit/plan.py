@@ -14,7 +14,6 @@ from ..models.model_size import ModelSize, model_size
 from ..training.estimate import (
     COLUMNS,
     MEMORY_LINE,
-    Launch,
     Memory,
     count_rows,
     gib,
@@ -29,7 +28,7 @@ from .stages import PostTrain, TrainingStage
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context; `moe`
+    One stage. `memory` is an estimate; `training` names the rate, the schedule and the context; `moe`
     is the size of the MoE, for the stage that trains all of it; `advice` is what else there is to say.
     """
 
@@ -44,21 +43,18 @@ class StagePlan:
     advice: str = ""
 
 
-def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
+def plan(pipeline: UpIT) -> list[StagePlan]:
     """
     The stages of a run that train.
 
     Steps are exact unless packing or truncation to `max_length` changes the number of rows, or stage 3's buckets differ
     in size; tokens come from the mean length of up to 500 rows.
-
-    Args:
-        launch: how the run will be launched; None: as this process was.
     """
     r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.
     overrides = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**overrides)
-    launch = launch or Launch(PartialState().num_processes)
+    processes = PartialState().num_processes
     data = pipeline.context.train_data
     pipeline.check(weights=False, **overrides)
     base, quantization = pipeline.context.base, r.model.quantization
@@ -68,26 +64,26 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
             continue
         args, model = stage.example_arguments(**overrides), stage.planned(base.empty())
         rows = count_rows(data, base.tokenizer, args)
-        needed = memory(on_quantized(model) if quantization else model, args, quantization=quantization, launch=launch)
+        needed = memory(on_quantized(model) if quantization else model, args, quantization)
         plans.append(
             StagePlan(
                 stage.name,
                 stage.epochs,
-                stage.steps(rows.count, launch.processes),
+                stage.steps(rows.count, processes),
                 round(stage.epochs * rows.count * rows.length),
                 sum(p.numel() for p in model.parameters() if p.requires_grad),
                 needed,
                 training_line(args),
                 model_size(model) if isinstance(stage, PostTrain) else None,
-                stage.advice(rows.count, launch.processes),
+                stage.advice(rows.count, processes),
             )
         )
     return plans
 
 
-def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
+def print_plan(pipeline: UpIT) -> None:
     """The stages, what they will take, and how many examples there are."""
-    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch)}
+    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline)}
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)

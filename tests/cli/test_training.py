@@ -384,10 +384,6 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     for number in (f"{routers:,}", f"{experts:,}", "12", "learning rate 0.01", "FLOP per token"):
         assert number in printed, number
     assert not out.exists()
-    run("sft", tmp_path, {**case, **own}, "--dry-run", "--processes", "3", "--strategy", "zero2")
-    shared = capsys.readouterr().out
-    for text in ("weights 0.00 GiB, gradients", "memory per process", " 4 "):  # a third of the steps
-        assert text in shared, text
     base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
     model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == routers + experts
@@ -407,7 +403,6 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"stages": {"joint": {"output_dir": "x"}}}, "stages.joint.output_dir: it is the folder of the stage's name"),
     ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
     ({"stages": {"rest": None, "joint": {"eval_strategy": "steps", "eval_steps": 1}}}, 'Unknown split "test"'),
-    ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
     ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help-all`"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
     ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: the stage's name says this"),
@@ -809,7 +804,7 @@ def test_two_processes_train_as_one(case, tmp_path):
 def test_a_plan_needs_no_accelerator(case, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     run("sft", tmp_path, {**case, "bf16": True, "use_cpu": False}, "--dry-run")
-    assert "memory per process" in capsys.readouterr().out
+    assert "memory, about" in capsys.readouterr().out
     own = {name: value for name, value in case.items() if name not in ADAPTER}
     (tmp_path / "other").mkdir()
     assert "LlamaForCausalLM has no router" in refused(

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from moe_peft.adapter.experts.lora import by_loop
 from moe_peft.routing import RouterSettings
-from tests.helpers.close import assert_near
+from tests.helpers.close import WIDTH, assert_near
 
 Tensors = dict[str, torch.Tensor]
 
@@ -108,8 +108,9 @@ def assert_same(
     assert trained | {"x"} <= actual.gradients.keys(), "an adapter parameter is not trained"
     dtype = dtype or actual.output.dtype
     assert_near(actual.output, expected.output, "output", dtype=dtype)
+    rule = {"terms": 2 * WIDTH, "dtype": dtype, "scale": scale}  # the sums of a forward and a backward pass
     for name, gradient in actual.gradients.items():
-        assert_near(gradient, expected.gradients[name], f"gradient of {name}", dtype=dtype, scale=scale)
+        assert_near(gradient, expected.gradients[name], f"gradient of {name}", **rule)
 
 
 def _by_name(leaves: Tensors, gradients: Sequence[torch.Tensor | None]) -> Tensors:

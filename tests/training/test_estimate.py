@@ -1,4 +1,4 @@
-"""The memory that a plan names, against sums made by hand, under every strategy."""
+"""The memory that a plan names, against sums made by hand; its rows and steps, against a trainer's."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from peft import get_peft_model
 from trl import DPOConfig, SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, MoESFTConfig
-from moe_peft.training.estimate import (  # fmt: skip
-    STRATEGIES,
-    Launch,
-    Rows,
-    count_rows,
-    memory,
-    planned_launch,
-    training_line,
-)
+from moe_peft.training.estimate import Rows, count_rows, memory, training_line
 from moe_peft.training.schedule import steps_and_rows
 from moe_peft.training.trainable import on_quantized
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
@@ -38,19 +30,12 @@ def trained():
     return model
 
 
-@pytest.fixture(scope="module")
-def needed(tmp_path_factory):
-    args = arguments(tmp_path_factory.mktemp("out"), per_device_train_batch_size=4, gradient_checkpointing=False)
-    return lambda launch: memory(trained(), args, launch=launch)
-
-
 def arguments(folder, **fields):
     return SFTConfig(str(folder), **{"bf16": False, "use_cpu": True, "report_to": "none", **fields})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_holds_everything(strategy, needed):
-    planned = needed(Launch(1, strategy))
+def test_weights_gradients_and_moments(tmp_path):
+    planned = memory(trained(), arguments(tmp_path))
     assert (planned.weights, planned.gradients, planned.optimizer) == (BASE, 4 * TRAINED, 8 * TRAINED)
     assert planned.total == BASE + 12 * TRAINED
 
@@ -60,42 +45,12 @@ def test_an_optimizer_of_eight_bits(tmp_path):
     assert (planned.gradients, planned.optimizer) == (4 * TRAINED, 2 * TRAINED)
 
 
-@pytest.mark.parametrize("processes", [2, 8, 64])
-def test_what_is_sharded(processes, needed):
-    ddp, zero2, zero3, fsdp2 = (needed(Launch(processes, name)) for name in ("ddp", "zero2", "zero3", "fsdp2"))
-    weights = BASE
-    assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, 2 * 4 * TRAINED, 8 * TRAINED)
-    assert (zero2.weights, zero2.gradients) == (weights, -(-4 * TRAINED // processes))
-    assert zero2.optimizer == 8 * TRAINED // processes
-    assert zero3 == fsdp2
-    assert zero3.weights == min(-(-weights // processes) + weights, weights)  # this model has but two layers
-
-
-def test_many_layers_shrink_with_the_processes(tmp_path):
-    args, model = arguments(tmp_path, per_device_train_batch_size=1), tiny_llama(layers=12)
-    one, many = (memory(model, args, launch=Launch(n, "fsdp2")) for n in (1, 8))
-    assert one.weights == 4 * (12 * LAYER + OUTSIDE)
-    assert many.weights == one.weights // 8 + 4 * (2 * LAYER + OUTSIDE)
-
-
 def test_a_tied_head_counts_once(tmp_path):
     untied, tied = (memory(tiny_llama(tie_word_embeddings=tie), arguments(tmp_path)).weights for tie in (False, True))
     assert untied - tied == 4 * 128 * 64
 
 
-# --- launches, weights, rows, steps ----------------------------------------------------------------------------------
-
-
-def test_wrong_launches_are_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"strategy='zero4': .*zero3"):
-        Launch(2, "zero4")
-    with pytest.raises(ValueError, match="processes=0: must be 1 or more"):
-        Launch(0)
-    with pytest.raises(ValueError, match=r"processes=8: is for --dry-run; a run takes it from its launcher"):
-        planned_launch(8, None, dry_run=False)
-    with pytest.raises(ValueError, match=r"strategy='ddp': is for --dry-run"):
-        planned_launch(None, "ddp", dry_run=False)
-    assert planned_launch(None, None, dry_run=True) == Launch(1, "ddp")
+# --- quantized weights, rows, steps -----------------------------------------------------------------------------------
 
 
 def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):

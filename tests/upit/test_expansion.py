@@ -78,7 +78,8 @@ def test_genetic_expansion_is_algorithm_2(similarity, seed):
         pairs = list(itertools.combinations(range(len(so_far)), 2))
         j, k = min(pairs, key=lambda pair: cosine(vector(so_far[pair[0]]), vector(so_far[pair[1]])))
         assert descent.parents == (j, k) and descent.expert == len(so_far)
-        assert descent.similarity == near(cosine(vector(so_far[j]), vector(so_far[k])), dtype=torch.float64)
+        similarity_jk = cosine(vector(so_far[j]), vector(so_far[k]))
+        assert descent.similarity == near(similarity_jk, dtype=torch.float64, scale=1.0)  # of unit vectors
         alpha = float(torch.rand((), generator=generator))
         assert descent.alpha == alpha and descent.drop_rate == 0.3
         child = {}

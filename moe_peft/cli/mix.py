@@ -86,7 +86,11 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
 
 
 def destinations(settings: MixSettings) -> list[str]:
-    """Where a mixture can go, from what it really has."""
+    """Where a mixture can go, and where it cannot, with the reasons, from what it really has."""
+    from ..native.export import adapted_moe
+    from ..native.folders import MoELoraFolder, open_folder
+    from ..serving.vllm import check_served
+
     output, quoted = settings.output, shlex.quote(settings.output)
     if settings.models:
         return [
@@ -96,28 +100,17 @@ def destinations(settings: MixSettings) -> list[str]:
     lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
     if os.path.isfile(os.path.join(output, "request_gate.safetensors")):
         lines.append(f"the adapters behind vLLM, one for a request: moe-peft pick --gate {quoted}")
-    commands, refusals = adapter_destinations(output, settings.base)
-    return [*lines, *(f"{place}: {command}" for place, command in commands.items()), *refusals]
-
-
-def adapter_destinations(output: str, base: str | None = None) -> tuple[dict[str, str], list[str]]:
-    """Where an adapter can go, place → command, and where it cannot, with the reasons."""
-    from ..native.export import adapted_moe
-    from ..native.folders import MoELoraFolder, open_folder
-    from ..serving.vllm import check_served
-
-    commands, refusals, quoted = {}, [], shlex.quote(output)
-    folder = open_folder(output, "output", MoELoraFolder, base=base)
+    refusals, folder = [], open_folder(output, "output", MoELoraFolder, base=settings.base)
     try:
         check_served(folder)
-        commands["vLLM"] = f"vllm serve {quoted}"
+        lines.append(f"vLLM: vllm serve {quoted}")
     except InputError as error:
         refusals.append(f"not vLLM: {error}")
     try:
         adapted_moe(folder)
         for place, form, ending in (("a native MoE, for vLLM", "", "-moe"), ("llama.cpp", " --format gguf", ".gguf")):
             target = shlex.quote(output + ending)
-            commands[place] = f"moe-peft export --adapter {quoted}{form} --output {target}"
+            lines.append(f"{place}: moe-peft export --adapter {quoted}{form} --output {target}")
     except InputError as error:
         refusals.append(f"no export to a native MoE or GGUF: {error}")
-    return commands, refusals
+    return [*lines, *refusals]

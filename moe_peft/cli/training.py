@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from ..utils.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, adapter_wei
 from ..utils.messages import InputError, one_line, refused_settings
 from ..utils.model_card import write_model_card
 from .arguments import Options, training_stages
-from .mix import adapter_destinations
 
 
 def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | None = None) -> None:
@@ -226,17 +225,11 @@ def _result_folder(options: Options, stages: Mapping[str, Any]) -> Any:
 
 
 def _say_what_follows(trainer: Any, folder: Path) -> None:
-    """Where the result is, which step it is of if not the last, and the commands that take it."""
+    """Where the result is, which step it is of if not the last, and the commands that show it."""
     state, which = trainer.state, ""
     if state.best_model_checkpoint is not None and trainer.args.load_best_model_at_end:
         best = f"the best {trainer.args.metric_for_best_model}, {state.best_metric:.4g}"
         which = f" (step {state.best_global_step} of {state.global_step}: {best})"
     print(f"result: {folder}{which}")
     quoted = shlex.quote(str(folder))
-    nexts = [f"moe-peft inspect --model {quoted} --data …", f"moe-peft chat --model {quoted}"]
-    if isinstance(trainer.model, PeftModel):
-        with suppress(Exception):  # everything is saved already
-            nexts += adapter_destinations(str(folder))[0].values()  # those that do not refuse it
-    else:
-        nexts.append(f"vllm serve {quoted}")
-    print(f"next: {'; '.join(nexts)}")
+    print(f"next: moe-peft inspect --model {quoted} --data …; moe-peft chat --model {quoted}")

@@ -73,6 +73,12 @@ def test_tables_are_in_one_piece(page):
     assert not re.findall(r"\n\n(\|.*)\n(?!\|[-:| ]+\|\n)", page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_code_fits_a_page(page):
+    wide = [line for _, _, text in blocks(page) for line in text.splitlines() if len(line) > 80]
+    assert not wide
+
+
 def test_the_routers_are_counted():
     from moe_peft.routing import ROUTERS
 

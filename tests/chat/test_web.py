@@ -308,7 +308,7 @@ def test_the_page_answers_paints_steers_and_loads_nothing_from_elsewhere(begin, 
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     requests = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [r["params"]["request"]["url"] for r in requests if r["method"] == "Network.requestWillBeSent"]
-    assert len(urls) > 20 and not [u for u in urls if not u.startswith((url, "data:", "chrome:", "blob:"))]
+    assert len(urls) > 20 and not [u for u in urls if not u.startswith((url, "data:", "chrome", "blob:"))]
 
 
 @pytest.mark.slow

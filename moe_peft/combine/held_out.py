@@ -5,7 +5,7 @@ picked for each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ from ..models.introspection import observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
+from ..utils.messages import InputError, one_line
+from ..utils.torch_contexts import evaluating
 from .mix_settings import MOST_ALONE
 from .request_gate import BASE, RequestGate
 
@@ -29,19 +31,66 @@ OWN, PICKED = "each its own", "picked by its request"
 
 
 @dataclass(frozen=True)
+class Judge:
+    """
+    Says which answers are right, in place of the comparison word for word.
+
+    Args:
+        is_right: the user's function of an answer's text and its row.
+        name: of the function, for messages.
+        rows: as they were read, with the columns that all files share.
+        tokenizer: the mixture's.
+        max_new_tokens: of an answer.
+    """
+
+    is_right: Callable[[str, dict[str, Any]], Any]
+    name: str
+    rows: Sequence[dict[str, Any]]
+    tokenizer: Any
+    max_new_tokens: int
+
+    @torch.no_grad()
+    def __call__(self, model: Any, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Whether the greedy answer to each tokenized row's last question is right, bool [R]."""
+        prompts = [row["input_ids"][: _last_answer(row["labels"])] for row in rows]
+        length, end = max(map(len, prompts)), self.tokenizer.eos_token_id
+        ids_RS = torch.tensor([[end] * (length - len(ids)) + ids for ids in prompts], device=model.device)
+        mask_RS = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
+        with evaluating(model):
+            ids_RS = model.generate(
+                input_ids=ids_RS, attention_mask=mask_RS, max_new_tokens=self.max_new_tokens, do_sample=False,
+                eos_token_id=end, pad_token_id=end,
+            )  # fmt: skip
+        answers = self.tokenizer.batch_decode(ids_RS[:, length:], skip_special_tokens=True)
+        try:
+            found = [self.is_right(answer, self.rows[row["row"]]) for answer, row in zip(answers, rows, strict=True)]
+        except Exception as error:
+            raise InputError(f"right={self.name!r}: {type(error).__name__}: {one_line(error)}") from error
+        return torch.tensor([bool(is_right) for is_right in found])
+
+
+def _last_answer(labels: Sequence[int]) -> int:
+    """Where a row's last answer begins."""
+    end = max(i for i, label in enumerate(labels) if label != -100)
+    return next((i + 1 for i in range(end, -1, -1) if labels[i] == -100), 0)
+
+
+@dataclass(frozen=True)
 class Parts:
     """
     Tokenized held-out rows.
 
     Args:
-        rows: with a column `request`, where a gate for requests reads them.
+        rows: with the columns `request`, where a gate for requests reads them, and `row`, a row's number.
         by_label: the rows of each label, the expert that they are for, in the experts' order.
+        judge: whether answers are right; None: word for word as the rows'.
     """
 
     rows: Dataset
     by_label: Mapping[str, Sequence[int]]
     collator: Collator
     batch_size: int
+    judge: Judge | None = None
 
     @property
     def have_answers(self) -> bool:
@@ -94,7 +143,8 @@ def score(
     The answers to all rows, by label. Rows of similar length share a batch, whatever their labels.
 
     Args:
-        statistics: of the routing, whose domains are the labels.
+        statistics: of the routing, whose domains are the labels; answers are then not judged, as their tokens would
+            count.
         experts: the expert that serves each row, and None for the base; left out: the model as it is.
     """
     lengths = [len(ids) for ids in parts.rows["input_ids"]]
@@ -114,7 +164,11 @@ def score(
             if by_expert:
                 context = model.disable_adapter() if chosen[0] is None else alone(model, chosen[0])
         with context:
-            answers.append(example_answers(model, parts.rows.select(batch), parts.collator, rows=len(batch)))
+            rows = parts.rows.select(batch)
+            found = example_answers(model, rows, parts.collator, rows=len(batch))
+            if parts.judge is not None and statistics is None:
+                found = found._replace(right=parts.judge(model, list(rows)))
+            answers.append(found)
         scored += batch
     found = Answers(*map(torch.cat, zip(*answers, strict=True))).of(torch.tensor(scored).argsort().tolist())
     return {label: found.of(rows) for label, rows in parts.by_label.items()}
@@ -166,6 +220,8 @@ def score_mixture(
         scored[PICKED] = score(model, parts, experts=picked)
     with first_choices(model, list(parts.by_label), common_size(model, "mix")) as statistics:
         scored[f"{gates} gates"] = score(model, parts, statistics)
+    if parts.judge is not None:
+        scored[f"{gates} gates"] = score(model, parts)
     reached = {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()}
     return _held_out(scored, parts.have_answers, labels, shares, lost, to_base, reached)
 

@@ -37,6 +37,7 @@ from ..utils.io import read_json, write_json
 from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
+from ..utils.plugins import load_function
 from ..utils.torch_contexts import free_memory
 from .experts import put_expert
 from .held_out import HeldOut, score, score_mixture
@@ -85,6 +86,8 @@ def mix(settings: MixSettings) -> HeldOut | None:
         what it gives on held-out rows; None without any.
     """
     _check_gates(settings)
+    if settings.right is not None:
+        load_function(settings.right, "right")  # what is wrong with it is said before anything is read
     labels = labels_of(settings)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
 

@@ -56,6 +56,12 @@ class MixSettings(Settings):
     test_examples: Count | None = Field(
         None, description="held-out rows of each expert; default: 64, and at most 512 in all"
     )
+    right: Text | None = Field(
+        None,
+        title="MODULE:FUNCTION",
+        description="your function of an answer and its row, whether it is right; default: word for word as the row's",
+    )
+    max_new_tokens: Count = Field(64, description="of an answer that --right judges")
     top_k: Count | None = Field(
         None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
     )
@@ -98,7 +104,10 @@ class MixSettings(Settings):
                 self.models and (self.base or self.mixing or self.attention),
                 "base, mixing, attention: are for adapters; leave them out",
             ),
-            (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
+            (
+                not self.data and (self.label_column or self.test_data or self.right),
+                "label_column, test_data, right: go with data",
+            ),
             (self.keep_sums and self.gates != "ridge", f"keep_sums: gates={self.gates!r} have none; leave it out"),
             (
                 self.neutral and (self.models or self.add_to),

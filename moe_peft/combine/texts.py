@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from ..training.data import check_learnable, check_rows, drawn, load_data, rows_
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import read_text, reading
 from ..utils.messages import InputError, choice_error
-from .held_out import Parts
+from ..utils.plugins import load_function
+from .held_out import Judge, Parts
 from .mix_settings import OURS, MixSettings
 from .request_gate import Request, lines_of, neutral_requests, request_of, request_text
 
@@ -71,6 +73,11 @@ class Source:
             part.add_column("expert", [self.labels.index(label)] * len(part))
             for label, part in zip(labels, parts, strict=True)
         ]
+
+    @cached_property
+    def is_right(self) -> Callable[..., Any] | None:
+        """The user's function that judges answers."""
+        return None if self.settings.right is None else load_function(self.settings.right, "right")
 
     @property
     def new(self) -> str:
@@ -155,12 +162,20 @@ class Source:
 
     def parts(self, held_out: Dataset) -> Parts:
         args = preparation(self.settings.max_length)
-        held_out = held_out.add_column("request", [request_text(request_of(row)) for row in held_out])
+        given = held_out.to_list()
+        held_out = held_out.add_column("request", [request_text(request_of(row)) for row in given])
+        held_out = held_out.add_column("row", list(range(len(given))))
         rows, collator = tokenized(held_out, self.tokenizer, args)
         check_learnable("held-out rows", rows, args)
         of_label = rows_of_labels(rows["expert"])
         by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
-        return Parts(rows, by_label, collator, self.settings.batch_size)
+        parts = Parts(rows, by_label, collator, self.settings.batch_size)
+        if self.is_right is None:
+            return parts
+        if not parts.have_answers:
+            raise InputError(f"right={self.settings.right!r}: some held-out rows are texts, not questions with answers")
+        judge = Judge(self.is_right, str(self.settings.right), given, self.tokenizer, self.settings.max_new_tokens)
+        return replace(parts, judge=judge)
 
 
 def _joined(parts: Sequence[Dataset], field: str) -> Dataset:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from .messages import InputError, one_line
 
@@ -31,6 +32,24 @@ def load_plugins(names: Sequence[str] | str) -> None:
                 f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}{_place(error)}; name "
                 "a module that is installed, or a file in the current folder without its .py"
             ) from error
+
+
+def load_function(path: str, field: str) -> Callable[..., Any]:
+    """
+    A function of the user's.
+
+    Args:
+        path: `module:name`; the module may be a file in the current folder.
+        field: names the path in messages.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise InputError(f"{field}={path!r}: must be module:function")
+    load_plugins(module)
+    function = getattr(sys.modules[module], name, None)
+    if not callable(function):
+        raise InputError(f"{field}={path!r}: {module} has no function {name!r}")
+    return function
 
 
 def _place(error: BaseException) -> str:

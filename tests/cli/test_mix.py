@@ -91,7 +91,7 @@ BAD = {
     "one adapter": ({"adapters": ["x"]}, "adapters, models: give two or more"),
     "gates": ({"gates": "x"}, "gates='x': must be one of ridge, prompts, arrow"),
     "no texts": ({"data": None, "label-column": None}, "gates='ridge': need texts for each expert"),
-    "a column without data": ({"data": None, "gates": "arrow"}, "label_column, test_data: go with data"),
+    "a column without data": ({"data": None, "gates": "arrow"}, "label_column, test_data, right: go with data"),
     "one file without a column": ({"label-column": None}, "give one with label_column, or one for each expert"),
     "files with a column": ({"data": ["x.jsonl", "y.jsonl"]}, "give one with label_column, or one for each expert"),
     "too few files": (

@@ -475,6 +475,51 @@ def test_right_answers_are_those_of_greedy_decoding(case, tmp_path, tokenizer):
     assert {name: measured.right["ridge gates"][name] for name in DOMAINS} == right
 
 
+def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, tokenizer, monkeypatch):
+    """It gets the text that each way generates, and the row."""
+    rows_of = [{"prompt": row["text"], "completion": " w9", "domain": row["domain"]} for row in rows(24)]
+    for name, content in (("data", rows_of), ("test", rows_of[:6])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
+    (tmp_path / "judges.py").write_text(
+        "seen = []\n\n\ndef even(answer, row):\n    seen.append((row['prompt'], row['completion'], answer))\n"
+        "    return len(answer + row['prompt']) % 2 == 0\n\n\ndef broken(answer, row):\n    return row['none']\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def mixed(name, **own):
+        return mix(settings(
+            case, output=str(tmp_path / name), data=[str(tmp_path / "data.jsonl")], max_new_tokens=3,
+            test_data=[str(tmp_path / "test.jsonl")], **own,
+        ))  # fmt: skip
+
+    measured = mixed("out", right="judges:even")
+    from judges import seen
+
+    assert measured.right.keys() == measured.losses.keys()
+    assert len(seen) == 6 * (len(measured.right) - 1)  # "each its own" is read off those alone
+    for way, model in (("base", base(case)), ("b", plain(case, "b")), ("ridge gates", None)):
+        model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval() if model is None else model
+        expected = {label: [] for label in DOMAINS}
+        for row in rows_of[:6]:
+            ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                made = model.generate(
+                    input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=tokenizer.eos_token_id,
+                    pad_token_id=tokenizer.eos_token_id,
+                )  # fmt: skip
+            answer = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+            assert (row["prompt"], " w9", answer) in seen
+            expected[row["domain"]].append(len(answer + row["prompt"]) % 2 == 0)
+        shares = {label: sum(of) / len(of) for label, of in expected.items()}
+        close(measured.right[way], {**shares, "mean": sum(shares.values()) / 3})
+    with pytest.raises(ValueError, match="right='judges:broken': KeyError: 'none'"):
+        mixed("broken", right="judges:broken")
+    for wrong, message in (("judges", "must be module:function"), ("judges:none", "has no function 'none'")):
+        with pytest.raises(ValueError, match=message):
+            mixed("wrong", right=wrong)
+    assert not (tmp_path / "broken").exists()
+
+
 def test_general_requests_go_to_the_base(case, tmp_path, tokenizer):
     """An expert without an update, whose gate is set by general texts; it is named in what a mixture says of itself."""
     general = [f"w{3 + 40 * (i % 3)} w{4 + 40 * ((i + 1) % 3)} w{5 + 40 * ((i + 2) % 3)} w123" for i in range(24)]

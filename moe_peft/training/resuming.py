@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
+from transformers import logging as transformers_logging
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -105,6 +106,8 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
             args.save_steps = math.ceil(args.max_steps * args.save_steps)
         kept = {*keep, args.max_steps}
         save_full_weights(trainer)
+    if transformers_logging.get_verbosity() >= logging.ERROR:  # as with --quiet; the log is in the result
+        trainer.remove_callback(PrinterCallback)
     fingerprint = Fingerprint.of(trainer, **facts)
     trainer.add_callback(MarkComplete(fingerprint) if keep is None else KeepCheckpoints(fingerprint, kept))
 

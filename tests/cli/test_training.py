@@ -16,6 +16,7 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import logging as transformers_logging
 
 from moe_peft import MoELoraConfig
 from moe_peft.cli import main
@@ -631,6 +632,19 @@ def test_conversations_are_messages(names, case, tmp_path, capsys):
         trained[column] = weights(run("sft", tmp_path / column, settings))
     for name, value in trained["messages"].items():
         assert torch.equal(trained["conversations"][name], value)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_prints_results_alone(quiet, case, tmp_path, capsys):
+    verbosity = transformers_logging.get_verbosity()
+    try:
+        out = run("sft", tmp_path, {**case, "max_steps": 1, "logging_steps": 1}, *["--quiet"] * quiet)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
+    printed = capsys.readouterr()
+    assert f"result: {out}" in printed.out
+    assert ("'loss'" in printed.out + printed.err) != quiet and (not quiet or printed.err == "")
 
 
 def test_what_follows_can_be_pasted_where_folders_have_spaces(case, tmp_path, capsys):

@@ -21,7 +21,7 @@ _GROUPS = {
     "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "always",
                 "add_to", "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
-              "neutral", "system", "right", "max_new_tokens", "keep_sums", "max_length", "batch_size"),
+              "neutral", "right", "max_new_tokens", "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
 EXAMPLE = r"""
 example, of two LoRA adapters and a file with a few texts for each:

@@ -129,11 +129,10 @@ def run(settings: PickSettings) -> None:
 
 def fit(settings: PickSettings) -> None:
     """Write the gate that the requests of `settings.data` make."""
-    from ..combine.request_gate import RequestGate, lines_of
-    from ..utils.io import read_text
+    from ..combine.request_gate import RequestGate, read_neutral
 
     requests = requests_by_label(settings)
-    neutral = None if settings.neutral is None else lines_of(read_text(settings.neutral))
+    neutral = read_neutral(settings.neutral)
     gate = RequestGate.fit(settings.base, requests, neutral, max_length=settings.max_length or 1024)
     gate.save_pretrained(settings.gate)
     for name, vectors in gate.vectors.items():
@@ -143,9 +142,9 @@ def fit(settings: PickSettings) -> None:
 
 def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
     """Adapter → requests that it is for."""
-    from ..native.folders import DenseFolder, open_folder
+    from ..native.folders import DenseFolder, NativeFolder, open_folder
     from ..routing.expert_map import label_text
-    from ..training.data import check_rows, drawn, load_data, rows_of_labels
+    from ..training.data import check_labels, check_rows, drawn, load_data, rows_of_labels
 
     files, column = settings.data or [], settings.label_column
     if column is None:
@@ -153,12 +152,13 @@ def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
         parts = {label: load_data(file, "--data", None) for label, file in zip(labels, files, strict=True)}
     else:
         data = load_data(files[0], "--data", column)
+        check_labels(data, "--data", column)
         rows = rows_of_labels(map(label_text, data[column]))
         for label in settings.labels or ():
             if label not in rows:
                 raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which --data has")
         parts = {label: data.select(rows[label]) for label in settings.labels or rows}
-    tokenizer = open_folder(settings.base or "", "base", DenseFolder).tokenizer
+    tokenizer = open_folder(settings.base or "", "base", DenseFolder, NativeFolder).tokenizer
     requests = {}
     for label, part in parts.items():
         of_format = next((kind for kind in _FORMATS if {*kind} <= {*part.column_names}), None)

@@ -42,7 +42,7 @@ from ..utils.torch_contexts import free_memory
 from .experts import put_expert
 from .held_out import HeldOut, score, score_mixture
 from .mix_settings import MOST_ALONE, MixSettings
-from .request_gate import BASE, RequestGate
+from .request_gate import BASE, RequestGate, absolute
 from .request_gate import FILE as REQUEST_GATE
 from .texts import Source, neutral_texts
 
@@ -53,7 +53,8 @@ logger = logging.getLogger("moe_peft")
 def labels_of(settings: MixSettings) -> list[str]:
     """The experts' names, in order."""
     sources = settings.adapters or settings.models or []
-    labels = [Path(source).name for source in sources]
+    # A folder such as "." has its name elsewhere.
+    labels = [Path(source).name or Path(source).resolve().name for source in sources]
     if settings.add_to is not None:
         path = Path(settings.add_to, REPORT)
         gates = read_json(path)["gates"] if path.is_file() else settings.gates
@@ -69,6 +70,8 @@ def labels_of(settings: MixSettings) -> list[str]:
         position = len(former) if settings.replace is None else settings.replace
         labels = [*former[:position], *labels, *former[position + 1 :]]
     labels = labels if settings.labels is None else settings.labels
+    if not all(labels):
+        raise InputError(f"labels={labels}: an expert has no name; give names (--labels)")
     if len(set(labels)) < len(labels):
         raise InputError(f"labels={labels}: two experts have the same name; give others (--labels)")
     if "base" in labels or "mean" in labels:
@@ -161,7 +164,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         if keeps:
             write_sums(folder, sums)
         if gate is not None:
-            gate.base = base.path
+            gate.base, gate.revision = absolute(base.path), base.revision
             gate.save_pretrained(folder)
         _report(settings, labels, measured, folder, base.path)
     return measured
@@ -207,14 +210,16 @@ def _request_gate(
             )
         return RequestGate.fit(
             model, requests, neutral_texts(settings.neutral)[0], tokenizer=source.tokenizer, chat=chat,
-            system=settings.system, max_length=settings.max_length,
+            max_length=settings.max_length,
         )  # fmt: skip
     if mixture is None or source.new not in requests or not (mixture.folder / REQUEST_GATE).is_file():
         return None
     gate = RequestGate.from_pretrained(mixture.folder, model, tokenizer=source.tokenizer)
-    names = mixture.config.expert_names or []
+    names = (mixture.config.expert_names or [])[: mixture.config.num_updates]
     if settings.replace is not None and names[settings.replace] in gate.vectors:
         gate = gate.without_adapter(names[settings.replace])
+    others = [label for label in source.labels if label != source.new or settings.replace is not None]
+    gate = gate.renamed(dict(zip(names or others, others, strict=True)))
     return gate.with_adapter(source.new, requests[source.new]).in_order(source.labels)
 
 

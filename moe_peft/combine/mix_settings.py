@@ -48,7 +48,6 @@ class MixSettings(Settings):
         title="FILE",
         description=f"general requests, one a line: the base becomes an expert for them; {OURS!r}: ours",
     )
-    system: Text | None = Field(None, title="TEXT", description="the service's system prompt, for rows of messages")
     always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
     calibration_examples: Count | None = Field(
         None, description="calibration rows of each expert; default: 256, and at most 4096 in all"

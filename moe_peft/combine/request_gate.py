@@ -29,10 +29,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ..adapter.ffn_layout import find_layout
-from ..models.introspection import backbone, base_passes, counted_tokens, text_config
-from ..native.folders import DenseFolder, open_folder
+from ..models.introspection import base_model, base_passes, counted_tokens, text_config
+from ..native.folders import DenseFolder, NativeFolder, WholeModel, open_folder, open_model
 from ..utils.io import read_text, reading
-from ..utils.loading import check_loaded
+from ..utils.loading import check_loaded, read_tokenizer
 from ..utils.messages import InputError, choice_error
 
 FILE = "request_gate.safetensors"
@@ -45,12 +45,21 @@ Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
 
 def neutral_requests() -> list[str]:
     """General requests of many kinds, which no adapter is meant for: ours, in English."""
-    return lines_of(read_text(Path(__file__).with_name("neutral.txt")))
+    return read_neutral(None)
 
 
-def lines_of(text: str) -> list[str]:
-    """A text's lines, without empty ones and those that begin with #."""
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+def read_neutral(file: str | None) -> list[str]:
+    """
+    General requests: ours, or those of a file, one a line; empty lines and those that begin with `# ` do not count.
+
+    Raises:
+        ValueError: the file cannot be read, or has too few.
+    """
+    text = read_text(Path(__file__).with_name("neutral.txt") if file is None else file, f"neutral={file!r}")
+    texts = [line.strip() for line in text.splitlines() if line.strip() and not f"{line} ".startswith("# ")]
+    if len(texts) < 8:
+        raise InputError(f"neutral={file!r}: has {len(texts)} lines; give eight or more, dozens are better")
+    return texts
 
 
 def request_of(row: Mapping[str, Any]) -> Request:
@@ -76,34 +85,49 @@ class RequestReader:
     Args:
         tokenizer: the base's.
         chat: whether a request stands in the chat template, as the base sees it in service, or is a text alone.
-        system: the system prompt there, if there is one.
-        max_length: tokens of a request that are read.
+        max_length: tokens of a request that are read, without the template's.
+
+    Raises:
+        ValueError: there is no chat template, or it takes no message of a user alone.
     """
 
     tokenizer: Any
     chat: bool
-    system: str | None = None
     max_length: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.chat:
+            with reading("chat=True: the tokenizer's chat template", "give texts, or a tokenizer that has one"):
+                self._in_template(_MARK)
 
     def batch(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """`input_ids`, `attention_mask` and `counted`, the tokens of the requests themselves, [R, S] each."""
-        rendered = [self._rendered(text) for text in texts]
-        # The template has its own special tokens.
-        read = [self.tokenizer(whole, add_special_tokens=not self.chat, return_offsets_mapping=self.tokenizer.is_fast,
-                               truncation=True, max_length=self.max_length) for whole, _ in rendered]  # fmt: skip
-        length = max(1, *(len(each["input_ids"]) for each in read))
+        # What is surely too long is cut before it is tokenized, as others wait for it.
+        texts = [text.strip()[: 32 * self.max_length].strip() for text in texts]
+        read = []
+        for text in texts:
+            whole, start = self._rendered(text)
+            # The template has its own special tokens.
+            tokens = self.tokenizer(
+                whole, add_special_tokens=not self.chat, return_offsets_mapping=self.tokenizer.is_fast
+            )
+            end, ids = start + len(text), tokens["input_ids"]
+            offsets = tokens.get("offset_mapping") or [(start, end)] * len(ids)
+            own = [a < end and b > start and a < b for a, b in offsets]
+            # What comes after the last token that counts changes nothing.
+            last = [at for at, counts in enumerate(own) if counts][: self.max_length][-1:]
+            length = last[0] + 1 if last else len(ids)
+            read.append((ids[:length], own[:length]))
+        length = max(1, *(len(ids) for ids, _ in read))
         ids, mask, counted = (torch.zeros(len(texts), length, dtype=torch.long) for _ in range(3))
-        for i, (each, (_, start)) in enumerate(zip(read, rendered, strict=True)):
-            tokens, end = each["input_ids"], start + len(texts[i].strip())
+        for i, (tokens, own) in enumerate(read):
             ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.long), 1
-            offsets = each.get("offset_mapping") or [(start, end)] * len(tokens)
-            counted[i, : len(tokens)] = torch.tensor([a < end and b > start and a < b for a, b in offsets]).long()
+            counted[i, : len(own)] = torch.tensor(own).long()
         mask[:, 0] = 1  # an empty request
         return {"input_ids": ids, "attention_mask": mask, "counted": counted}
 
     def _rendered(self, text: str) -> tuple[str, int]:
         """A request in its form, and where its own text begins."""
-        text = text.strip()
         return (self._in_template(text), self._start) if self.chat else (f"{text}\n", 0)
 
     @cached_property
@@ -112,8 +136,7 @@ class RequestReader:
         return max(0, self._in_template(_MARK).find(_MARK))
 
     def _in_template(self, text: str) -> str:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": text}]
+        messages = [{"role": "user", "content": text}]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
@@ -129,6 +152,7 @@ class RequestGate:
         vectors: what each adapter is for: name → the vectors of its texts, float32 [R, L, d]; those of `"base"` are
             general requests.
         base: the base's folder or name, which `from_pretrained` loads.
+        revision: of the base on the hub.
         penalty: λ of the kernel ridge regression.
         layers: of the model, which are read; None: the first quarter.
         margin: by how much a request's score for an adapter must be above that for the base.
@@ -153,6 +177,7 @@ class RequestGate:
     reader: RequestReader
     vectors: dict[str, torch.Tensor]
     base: str = ""
+    revision: str | None = None
     penalty: float = 0.03
     layers: int | None = None
     margin: float = 0.1
@@ -182,7 +207,6 @@ class RequestGate:
         *,
         tokenizer: Any = None,
         chat: bool | None = None,
-        system: str | None = None,
         max_length: int = 1024,
     ) -> RequestGate:
         """
@@ -192,31 +216,40 @@ class RequestGate:
             neutral: general requests, which the base answers; None: some of ours. None at all: `[]`, and each request
                 goes to some adapter.
             chat: whether requests are read inside the chat template; None: if those given are chats.
-            system: a system prompt there.
             max_length: tokens of a request that are read.
 
         Raises:
-            ValueError: an adapter has no requests, or `system` is given for requests that are no chats.
+            ValueError: an adapter has no requests with words.
         """
         if BASE in requests:
             raise InputError(f"requests: {BASE!r} is the name of the choice of no adapter; give that adapter another")
-        if empty := [name for name, of_name in requests.items() if not of_name]:
-            raise InputError(f"requests: {empty[0]!r} has none; give some texts that it is for")
+        if not requests:
+            raise InputError("requests: are of no adapter; give some texts for each")
+        texts: dict[str, Sequence[Request]] = {**requests, BASE: neutral_requests() if neutral is None else neutral}
+        for name, of_name in texts.items():
+            _check_requests(of_name, f"requests of {name!r}")
         if chat is None:
             chat = any(not isinstance(request, str) for of_name in requests.values() for request in of_name)
-        if system and not chat:
-            raise InputError(f"system={system!r}: the requests are texts, not chats; leave it out, or give messages")
         model, tokenizer, path, layers = _opened(base, tokenizer)
-        gate = cls(model, RequestReader(tokenizer, chat, system, max_length), {}, path, layers=layers)
-        texts: dict[str, Sequence[Request]] = {**requests, BASE: neutral_requests() if neutral is None else neutral}
-        for name in (name for name, of_name in texts.items() if of_name):
-            gate = gate.with_adapter(name, texts[name])
+        gate = cls(model, RequestReader(tokenizer, chat, max_length), {}, path, layers=layers)
+        for name, of_name in texts.items():
+            if len(of_name) or name != BASE:
+                gate = gate.with_adapter(name, of_name)
         return gate
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def with_adapter(self, name: str, requests: Sequence[Request]) -> RequestGate:
-        """A gate with one adapter more, or another for the same name. Texts of the others are not needed."""
+        """
+        A gate with one adapter more, or another for the same name. Texts of the others are not needed.
+
+        Raises:
+            ValueError: no request has words.
+        """
+        _check_requests(requests, f"requests of {name!r}")
+        requests = [request for request in requests if request_text(request).strip()]
+        if not requests:
+            raise InputError(f"requests: {name!r} has none with words; give some texts that it is for")
         vectors = {**self.vectors, name: self.read(requests)}
         base = {BASE: vectors.pop(BASE)} if BASE in vectors else {}
         return self._with_vectors({**vectors, **base})
@@ -228,8 +261,13 @@ class RequestGate:
         return self._with_vectors({other: value for other, value in self.vectors.items() if other != name})
 
     def in_order(self, names: Sequence[str]) -> RequestGate:
-        """The same gate with its adapters in another order."""
+        """The same gate with its adapters in another order, all of them."""
+        assert {*names, BASE} >= self.vectors.keys()
         return self._with_vectors({name: self.vectors[name] for name in (*names, BASE) if name in self.vectors})
+
+    def renamed(self, names: Mapping[str, str]) -> RequestGate:
+        """The same gate with other names of its adapters: old → new."""
+        return self._with_vectors({names.get(name, name): value for name, value in self.vectors.items()})
 
     def _with_vectors(self, vectors: dict[str, torch.Tensor]) -> RequestGate:
         return dataclasses.replace(self, vectors=vectors)
@@ -239,14 +277,17 @@ class RequestGate:
     @torch.no_grad()
     def read(self, requests: Sequence[Request], batch_size: int = 16) -> torch.Tensor:
         """The vectors of requests, float32 [R, L, d]: the mean over a request's tokens of what each FFN reads."""
+        _check_requests(requests, "requests")
+        if not len(requests):
+            return torch.zeros(0, len(self.modules), text_config(self.model).hidden_size)
         texts = [request_text(request) for request in requests]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # of one length, there is little padding
         found: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
         def add(i: int, batch: Any, mask_RS: torch.Tensor, x_RSD: torch.Tensor, output: Any) -> None:
             counted_RS = counted_tokens(batch, mask_RS)
-            sum_RD = torch.einsum("rs,rsd->rd", counted_RS.to(x_RSD), x_RSD.view(*mask_RS.shape, -1))
-            found[i].append((sum_RD / counted_RS.sum(1, keepdim=True)).float().cpu())
+            share_RS = counted_RS.float() / counted_RS.sum(1, keepdim=True)
+            found[i].append(torch.einsum("rs,rsd->rd", share_RS, x_RSD.view(*mask_RS.shape, -1).float()).cpu())
 
         starts = range(0, len(order), batch_size)
         batches = (self.reader.batch([texts[i] for i in order[at : at + batch_size]]) for at in starts)
@@ -259,13 +300,14 @@ class RequestGate:
         return self.classifier(self.read(requests))
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:
-        """The adapter that each request is for; None: the base."""
+        """The adapter that each request is for; None: the base, as for a request without words."""
         names = [*self.vectors]
         scores_RN = self.scores(requests)
         if BASE in names:
             scores_RN[:, names.index(BASE)] += self.margin
         picked = [names[i] for i in scores_RN.argmax(1).tolist()]
-        return [None if name == BASE else name for name in picked]
+        spoken = [bool(request_text(request).strip()) for request in requests]
+        return [name if has_words and name != BASE else None for name, has_words in zip(picked, spoken, strict=True)]
 
     # --- files -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +316,7 @@ class RequestGate:
         Path(folder).mkdir(parents=True, exist_ok=True)
         reader = self.reader
         about = {
-            "base": self.base, "chat": reader.chat, "system": reader.system, "max_length": reader.max_length,
+            "base": self.base, "revision": self.revision, "chat": reader.chat, "max_length": reader.max_length,
             "penalty": self.penalty, "margin": self.margin,
         }  # fmt: skip
         _write(Path(folder, FILE), about, self.vectors)
@@ -285,15 +327,18 @@ class RequestGate:
     ) -> RequestGate:
         """
         Args:
-            folder: where `save_pretrained` or `moe-peft mix` wrote it.
+            folder: where `save_pretrained` or `moe-peft mix` wrote it. Its tokenizer, if it has one, reads requests.
             base: the base, as in `fit`; None: the one that it was made with.
             dtype: of the base's weights.
         """
         path = Path(folder, FILE)
         about, vectors = _read(path)
-        model, tokenizer, named, layers = _opened(base or about["base"], tokenizer, dtype)
-        reader = RequestReader(tokenizer, about["chat"], about["system"], about["max_length"])
-        gate = cls(model, reader, vectors, named or about["base"], about["penalty"], layers, about["margin"])
+        if tokenizer is None and Path(folder, "tokenizer_config.json").is_file():
+            tokenizer = read_tokenizer(folder, path.parent)
+        revision = None if base else about["revision"]
+        model, tokenizer, named, layers = _opened(base or about["base"], tokenizer, dtype, revision)
+        reader = RequestReader(tokenizer, about["chat"], about["max_length"])
+        gate = cls(model, reader, vectors, named or about["base"], revision, about["penalty"], layers, about["margin"])
         shape = (len(gate.modules), text_config(model).hidden_size)
         if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in vectors.values()):
             raise InputError(
@@ -315,7 +360,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         read = json.loads((file.metadata() or {})["request_gate"])
         vectors = {str(name): file.get_tensor(str(i)).float() for i, name in enumerate(read["names"])}
         about = {
-            "base": str(read["base"]), "chat": bool(read["chat"]), "system": read["system"],
+            "base": str(read["base"]), "revision": read["revision"], "chat": bool(read["chat"]),
             "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
             "margin": float(read["margin"]),
         }  # fmt: skip
@@ -379,25 +424,42 @@ def _quarter(layers: int) -> int:
 
 def first_ffns(model: Any, count: int) -> list[nn.Module]:
     """The FFNs of a model's first layers."""
-    layers = text_config(model).num_hidden_layers
-    ffns = [module for module in backbone(model).modules() if find_layout(module) is not None]
+    layers, decoder = text_config(model).num_hidden_layers, base_model(model).get_decoder()  # not what sees images
+    ffns = [module for module in decoder.modules() if find_layout(module) is not None]
     if len(ffns) < layers:  # what is not known as an FFN: read what its layer reads
-        ffns = next(
-            [*part] for part in backbone(model).modules() if isinstance(part, nn.ModuleList) and len(part) == layers
-        )
+        ffns = next([*part] for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == layers)
     return ffns[:count]
 
 
-def _opened(base: Any, tokenizer: Any, dtype: str = "auto") -> tuple[Any, Any, str, int | None]:
+def _check_requests(requests: Any, source: str) -> None:
+    """Raise where one text, or one chat, is given as if it were many: its letters, or messages, would be read."""
+    if isinstance(requests, str) or (requests and isinstance(requests[0], Mapping)):
+        raise InputError(f"{source}: must be a list of texts, or of chats, each a list of messages")
+
+
+def _opened(
+    base: Any, tokenizer: Any, dtype: str = "auto", revision: str | None = None
+) -> tuple[Any, Any, str, int | None]:
     """The base, its tokenizer, where it is, and how many layers are read: of a folder, no others are loaded."""
     if isinstance(base, nn.Module):
+        if tokenizer is None:
+            raise InputError("tokenizer=None: a model comes without one; give its tokenizer")
         return base, tokenizer, "", None
-    folder = open_folder(base, "base", DenseFolder)
+    folder: WholeModel
+    if revision is None:
+        folder = open_folder(base, "base", DenseFolder, NativeFolder)
+    else:
+        folder = open_model(base, "base", revision)
     model = first_layers(folder, dtype)
-    return model, tokenizer or folder.tokenizer, folder.path, text_config(model).num_hidden_layers
+    return model, tokenizer or folder.tokenizer, absolute(folder.path), text_config(model).num_hidden_layers
 
 
-def first_layers(folder: DenseFolder, dtype: str = "auto") -> Any:
+def absolute(path: str) -> str:
+    """A folder as it is found from anywhere; a name on the hub as it is."""
+    return os.path.abspath(path) if os.path.isdir(path) else path
+
+
+def first_layers(folder: WholeModel, dtype: str = "auto") -> Any:
     """A model's first quarter of layers, in evaluation mode."""
     config = copy.deepcopy(folder.config)
     text = config.get_text_config()

@@ -16,12 +16,12 @@ from ..native.gate_sums import FILE as SUMS
 from ..routing.expert_map import label_text
 from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
 from ..training.preparation import calibration_batches, preparation, tokenized
-from ..utils.io import read_text, reading
+from ..utils.io import reading
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
 from .held_out import Judge, Parts
 from .mix_settings import OURS, MixSettings
-from .request_gate import Request, lines_of, neutral_requests, request_of, request_text
+from .request_gate import Request, read_neutral, request_of, request_text
 
 logger = logging.getLogger("moe_peft")
 
@@ -156,7 +156,7 @@ class Source:
             return {label: [*prompts.positive] for label, prompts in self.settings.prompts.items()}
         found: dict[str, list[Request]] = {}
         for row in rows or ():
-            if request := request_of(row):  # tokens have none
+            if request_text(request := request_of(row)).strip():  # tokens have none
                 found.setdefault(self.labels[row["expert"]], []).append(request)
         return found
 
@@ -186,7 +186,5 @@ def _joined(parts: Sequence[Dataset], field: str) -> Dataset:
 
 def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:
     """General requests, ours or those of a file, for gates and held out: every eighth."""
-    texts = neutral_requests() if file in (None, OURS) else lines_of(read_text(file, f"neutral={file!r}"))
-    if len(texts) < 8:
-        raise InputError(f"neutral={file!r}: has {len(texts)} lines; give eight or more, dozens are better")
+    texts = read_neutral(None if file == OURS else file)
     return [text for i, text in enumerate(texts) if i % 8], texts[::8]

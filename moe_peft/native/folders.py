@@ -172,7 +172,7 @@ def open_folder(
     elif Path(path).is_dir() and not Path(path, CONFIG).exists():
         raise InputError(f"{source}: no {ADAPTER_CONFIG} and no {CONFIG}; name a model's folder")
     else:
-        folder = _open_model(path, field)
+        folder = open_model(path, field)
     return expect(folder, *wanted) if wanted else folder
 
 
@@ -196,7 +196,7 @@ def _find(path: str | os.PathLike, file: str) -> Path | None:
         return None
 
 
-def _open_model(path: str | os.PathLike, field: str, revision: str | None = None) -> WholeModel:
+def open_model(path: str | os.PathLike, field: str, revision: str | None = None) -> WholeModel:
     config = read_config(path, f"{field}={os.fspath(path)!r}", revision)
     counts = (getattr(config.get_text_config(), name, None) for name in EXPERT_COUNTS)
     becomes_moe = any(dense.model_type == config.model_type for family in FAMILIES.values() for dense in family.dense)
@@ -262,13 +262,13 @@ class AdapterFolder(ModelFolder):
     def base(self) -> WholeModel:
         """The model that it was trained on, which must exist."""
         if self.other_base is not None:
-            return _open_model(self.other_base, "base")
+            return open_model(self.other_base, "base")
         name, revision = self.config.base_model_name_or_path, self.config.revision
         field = f"{self}: base_model_name_or_path"
         if not name:
             raise InputError(f"{field}={name!r}: the adapter names no base; {self.remedy}")
         try:
-            return _open_model(name, field, revision)
+            return open_model(name, field, revision)
         except InputError as error:
             if Path(name).exists() or "gated" in str(error):
                 raise

@@ -285,16 +285,16 @@ def check_rows(
     template = other_template or getattr(tokenizer, "chat_template", None)
     orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
     size = len(tokenizer)
-    kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
+    kept = {key for part in parts for key in part}
     of_tokens = columns & set(_OF_TOKENS)
     if of_tokens and parts != (("input_ids",),):
         name = min(of_tokens)
         raise InputError(f"{field}: column {name!r}: trainers treat a column of this name as token values; rename it")
     kept |= of_tokens
+    if label_column:
+        check_labels(dataset, field, label_column)
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
         where = f"{field}: row {i}"
-        if label_column and not _is_label(row[label_column]):
-            raise InputError(f"{where}: {label_column}={row[label_column]!r}: must be a label")
         for name in of_tokens:
             if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
                 raise InputError(f"{where}: {name}={one_line(repr(row[name]), 60)}: must have a value for each token")
@@ -316,9 +316,11 @@ def check_rows(
             tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
 
 
-def _is_label(value: Any) -> bool:
-    """A string or a number; not NaN, which Parquet and CSV files have where there is no number."""
-    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+def check_labels(dataset: Dataset, field: str, column: str) -> None:
+    """Check that a column has a string or a number in every row; not NaN, which files have where there is none."""
+    for i, value in enumerate(dataset[column]):
+        if not (isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
+            raise InputError(f"{field}: row {i}: {column}={value!r}: must be a label")
 
 
 def _messages(cell: str, key: str, value: Any, template: Any, size: int) -> list[dict[str, Any]]:

@@ -446,7 +446,17 @@ BAD = {
     "named base": (["--fit", "--base", "{base}", "--data", "{d}", "--labels", "base"], "'base' is the name of"),
     "tokens": (["--fit", "--base", "{base}", "--data", "{ids}"], "needs messages, prompt and completion, or text"),
     "no such base": (["--fit", "--base", "nowhere", "--data", "{d}"], "base='nowhere'"),
-    "no neutral": (["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "nowhere"], "nowhere: no such file"),
+    "no neutral": (
+        ["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "nowhere"], "neutral='nowhere': no such file"
+    ),
+    "a neutral file without lines": (
+        ["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "{few}"], "has 0 lines; give eight or more"
+    ),
+    "no words": (["--fit", "--base", "{base}", "--data", "{silent}"], "'silent' has none with words"),
+    "a row without a label": (
+        ["--fit", "--base", "{base}", "--data", "{unlabeled}", "--label-column", "of"],
+        "row 1: of=None: must be a label",
+    ),
     "messages that are none": (["--fit", "--base", "{base}", "--data", "{none}"], "must be a message with role"),
     "port": (["--port", "70000"], "port=70000: must be at most 65535"),
     "names": (["--names", "[1]"], "names=[1]: must be a mapping"),
@@ -460,7 +470,11 @@ def test_options_and_data_that_cannot_be(gate, tmp_path, capsys, case):
         "d": write(tmp_path / "d.jsonl", [{"text": "x", "of": "a"}, {"text": "y", "of": "b"}]),
         "ids": write(tmp_path / "ids.jsonl", [{"input_ids": [1, 2]}]),
         "none": write(tmp_path / "none.jsonl", [{"messages": [1]}]),
+        "silent": write(tmp_path / "silent.jsonl", [{"prompt": "", "completion": "x"}]),
+        "unlabeled": write(tmp_path / "unlabeled.jsonl", [{"text": "x", "of": "a"}, {"text": "y", "of": None}]),
+        "few": tmp_path / "few.txt",
     }
+    (tmp_path / "few.txt").write_text("# general requests\n\n#\n")
     arguments, message = BAD[case]
     line = ends([*(each.format(**places) for each in arguments), "--gate", str(tmp_path / "gate")], capsys)
     assert message in line and not (tmp_path / "gate").exists()

@@ -13,15 +13,23 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3MoeConfig,
+)
 
 from moe_peft import RequestGate
 from moe_peft.combine.request_gate import FILE, KernelRidge, RequestReader, neutral_requests, request_text
+from moe_peft.native.folders import DenseFolder
 from moe_peft.utils.messages import InputError
 from tests.helpers.bad_input import cut, text, without
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.close import assert_near
 from tests.helpers.gate_case import LETTERS, NEUTRAL, TEXTS, requests, save_base
+from tests.helpers.native_case import SIZE
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +100,30 @@ def of_one(model, tokenizer, whole: str, part: slice) -> torch.Tensor:
 @pytest.mark.parametrize("chat", [True, False])
 def test_vectors_are_means_over_the_requests_own_tokens(base, chat):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
-    gate = RequestGate(model, RequestReader(tokenizer, chat, "Be brief."), {})
+    gate = RequestGate(model, RequestReader(tokenizer, chat), {})
     texts = ["What is 3 + 4?", "a", "assistant", "user", "  Sort a list, in a language with many words.\n", "äöü → 3"]
     expected = []
     for each in map(str.strip, texts):
-        before = "<|system|>Be brief.<|end|><|user|>" if chat else ""
+        before = "<|user|>" if chat else ""
         whole = f"{before}{each}<|end|><|assistant|>" if chat else f"{each}\n"
         expected.append(of_one(model, tokenizer, whole, slice(len(before), len(before) + len(each))))
     for batch_size in (1, 4, 16):
         assert_near(gate.read(texts, batch_size), torch.stack(expected))
 
 
-def test_a_long_request_is_read_up_to_max_length(base):
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_long_request_is_read_up_to_max_length(base, chat):
+    """Its own tokens count, not the template's; what is far too long is not even tokenized."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
-    gate = RequestGate(model, RequestReader(tokenizer, False, max_length=8), {})
-    assert_near(gate.read(["01234567" + "89" * 500]), gate.read(["01234567abc"]))
+    before = "Always be brief, and friendly. " * 3
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|user|>", f"{before}<|user|>", 1)
+    gate = RequestGate(model, RequestReader(tokenizer, chat, max_length=8), {})
+    read = gate.read(["01234567" + "89" * 500, "01234567abc"])
+    assert_near(read[0], read[1])
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "01234567"}], tokenize=False) if chat else ""
+    start = whole.find("01234567") if chat else 0
+    assert_near(read[0], of_one(model, tokenizer, whole or "01234567", slice(start, start + 8)))
+    assert gate.reader.batch(["7" * 10**8])["input_ids"].shape[1] < 200
 
 
 @pytest.mark.parametrize("words", [1, 5000])
@@ -234,35 +251,119 @@ def test_adapters_on_the_model_are_not_used(base, gate):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"base": ["x"]}, "'base' is the name of the choice of no adapter"), ({"math": []}, "'math' has none")],
+    [({"base": ["x"]}, "'base' is the name of the choice of no adapter"), ({"math": []}, "'math' has none with words")],
 )
 def test_requests_that_cannot_be(base, given, message):
     with pytest.raises(InputError, match=message):
         RequestGate.fit(base, given, NEUTRAL)
 
 
-def test_a_system_prompt_needs_chats(base):
-    with pytest.raises(InputError, match="the requests are texts, not chats"):
-        RequestGate.fit(base, TEXTS, NEUTRAL, system="Be brief.")
+def test_one_text_or_chat_is_not_many(gate, base):
+    chat = [{"role": "user", "content": "0x1"}]
+    for one in ("0x1x2", chat):
+        with pytest.raises(InputError, match="must be a list of texts, or of chats"):
+            gate.pick(one)
+        with pytest.raises(InputError, match="requests of 'math': must be a list of texts, or of chats"):
+            RequestGate.fit(base, {"math": one}, NEUTRAL)
+    with pytest.raises(InputError, match="requests of 'base': must be a list"):
+        RequestGate.fit(base, TEXTS, "neutral.txt")
+    assert gate.pick([]) == [] and gate.pick([chat]) == ["math"]
+
+
+def test_chats_need_a_template_that_takes_them(base):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for template in (None, "{{ raise_exception('system first') }}"):
+        tokenizer.chat_template = template
+        with pytest.raises(InputError, match="chat=True: the tokenizer's chat template: "):
+            RequestGate.fit(base, TEXTS, NEUTRAL, chat=True, tokenizer=tokenizer)
+
+
+def test_requests_without_words_are_for_none(gate):
+    assert gate.pick(["", "0x1x2", "  ", [{"role": "system", "content": "0x1x2"}]]) == [None, "math", None, None]
+    assert len(gate.with_adapter("law", ["", "  ", "§x§"]).vectors["law"]) == 1
+    with pytest.raises(InputError, match="'law' has none with words"):
+        gate.with_adapter("law", ["", [{"role": "assistant", "content": "x"}]])
+
+
+def test_half_precision_does_not_overflow_where_requests_are_long(base):
+    model = AutoModelForCausalLM.from_pretrained(base).eval().half()
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.weight.data.fill_(60.0)
+    gate = RequestGate(model, RequestReader(AutoTokenizer.from_pretrained(base), False), {})
+    assert gate.read(["9" * 1000]).isfinite().all()
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_saved_gate_is_the_same(base, gate, tmp_path):
-    made = RequestGate.fit(base, TEXTS, NEUTRAL, chat=True, system="Be brief.", max_length=9)
+    made = RequestGate.fit(base, TEXTS, NEUTRAL, chat=True, max_length=9)
     made.save_pretrained(tmp_path / "new" / "folder")
     loaded = RequestGate.from_pretrained(tmp_path / "new" / "folder")
     asked = [requests(name, 3, seed=1)[0] for name in LETTERS]
     assert torch.equal(loaded.scores(asked), made.scores(asked)) and loaded.names == made.names
     reader = loaded.reader
-    assert (reader.chat, reader.system, reader.max_length, loaded.base) == (True, "Be brief.", 9, str(base))
+    assert (reader.chat, reader.max_length, loaded.base) == (True, 9, str(base))
     # On a base that moved, and on a model in memory.
     gate.save_pretrained(tmp_path)
     (tmp_path / "moved").symlink_to(base)
     for where in (str(tmp_path / "moved"), AutoModelForCausalLM.from_pretrained(base).eval()):
         again = RequestGate.from_pretrained(tmp_path, where, tokenizer=AutoTokenizer.from_pretrained(base))
         assert torch.equal(again.scores(asked), gate.scores(asked))
+
+
+def test_a_gate_is_read_with_the_tokenizer_beside_it(base, tmp_path):
+    """A mixture has its adapters' template, which the base may lack."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:"
+    made = RequestGate.fit(base, TEXTS, NEUTRAL, chat=True, tokenizer=tokenizer)
+    made.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert torch.equal(RequestGate.from_pretrained(tmp_path).scores(["0x1x2"]), made.scores(["0x1x2"]))
+
+
+def test_the_base_is_that_of_the_gates_revision(base, gate, tmp_path, monkeypatch):
+    opened = []
+
+    def open_at(path, field, revision):
+        opened.append((path, revision))
+        return DenseFolder(base, field)
+
+    monkeypatch.setattr("moe_peft.combine.request_gate.open_model", open_at)
+    dataclasses.replace(gate, base="org/base", revision="v2").save_pretrained(tmp_path)
+    loaded = RequestGate.from_pretrained(tmp_path)
+    assert opened == [("org/base", "v2")] and loaded.revision == "v2"
+
+
+def test_a_gate_finds_its_base_from_anywhere(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(base.parent)
+    RequestGate.fit(base.name, TEXTS, NEUTRAL).save_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert RequestGate.from_pretrained(tmp_path).pick(["0x1x2x3"]) == ["math"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3"])
+def test_bases_that_are_a_moe_or_see_images(kind, base, tmp_path):
+    """A MoE's first layers; of a multimodal model the language part's, not those of its images."""
+    if kind == "qwen3_moe":
+        config = Qwen3MoeConfig(
+            **{**SIZE, "vocab_size": 320, "num_hidden_layers": 4}, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=16, head_dim=16,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = Gemma3ForConditionalGeneration(Gemma3Config(
+            text_config={**SIZE, "vocab_size": 320, "head_dim": 16, "num_hidden_layers": 4},
+            vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6,
+                           "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=1,
+        ))  # fmt: skip
+    model.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "base")
+    whole = RequestGate.fit(model.eval(), TEXTS, NEUTRAL, tokenizer=AutoTokenizer.from_pretrained(base))
+    assert whole.pick(["0x1x2x3", "{x}x("]) == ["math", "code"]
+    if kind == "qwen3_moe":
+        assert_near(RequestGate.fit(tmp_path / "base", TEXTS, NEUTRAL).read(["0x1"]), whole.read(["0x1"]))
 
 
 def changed(**values):

@@ -19,7 +19,7 @@ from ..analysis.recorder import RoutingStatistics
 from ..models.gates import uniform_gates
 from ..models.introspection import observed_routing
 from ..models.layer import AdapterLayer, routed_layers
-from ..models.steering import common_size, force_experts
+from ..models.steering import common_size, force_experts, serve_alone
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
 from ..utils.messages import InputError, one_line
 from ..utils.torch_contexts import evaluating
@@ -162,7 +162,7 @@ def score(
             chosen = [experts[row] for row in batch]
             context = force_experts(model, chosen)
             if by_expert:
-                context = model.disable_adapter() if chosen[0] is None else alone(model, chosen[0])
+                context = serve_alone(model, chosen[0])
         with context:
             rows = parts.rows.select(batch)
             found = example_answers(model, rows, parts.collator, rows=len(batch))
@@ -199,7 +199,7 @@ def score_mixture(
     if adapters:
         ways[BASE] = model.disable_adapter()
         if len(labels) <= MOST_ALONE:
-            ways |= {label: alone(model, i) for i, label in enumerate(labels)}
+            ways |= {label: serve_alone(model, i) for i, label in enumerate(labels)}
         ways["mean of the adapters"] = uniform_gates(model, "projection")
     for way, context in tqdm(ways.items(), desc="ways to answer"):
         with context:
@@ -294,28 +294,6 @@ def _difference(first: Scored, second: Scored, by_answers: bool) -> tuple[float,
         variances.append(float(by_row.var(correction=0)) / len(by_row))
     count = len(differences)
     return sum(differences) / count, 1.96 * sum(variances) ** 0.5 / count
-
-
-@contextmanager
-def alone(model: Any, expert: int) -> Iterator[None]:
-    """
-    A context manager: inside the block, the model has one of the adapters that a mixture was made of: its expert serves
-    every token, and LoRAs that are a mean have only its part.
-    """
-    name = model.active_adapter
-    config, before = model.peft_config[name], {}
-    own = slice(expert * config.r, (expert + 1) * config.r)
-    for layer in averaged_linears(model, name).values():
-        B_1RO = layer.expert_parameters(name)[1]["weight"]
-        before[B_1RO] = B_1RO.data
-        B_1RO.data = torch.zeros_like(B_1RO)
-        B_1RO.data[:, own] = config.num_updates * before[B_1RO][:, own]
-    try:
-        with force_experts(model, expert):
-            yield
-    finally:
-        for B_1RO, data in before.items():
-            B_1RO.data = data
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapter.lora_conversion import averaged_linears
 from ..adapter.router_recorder import Steered, arguments, state, steering_block
 from ..routing.gates import Steering
 from ..utils.messages import InputError, choice_error
@@ -33,7 +34,8 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
         model: a model with a MoE-LoRA adapter, or a native MoE.
         experts_B: the expert of all rows, an index or a name; or that of each row, [B], or of each token, [B·S], if the
             batch has no rows (padding-free): a tensor of integers, or a list. In a list for an adapter, None is the
-            base: these rows get no update but that of shared experts, if there are any.
+            base: these rows get no update but what serves every token: shared experts, and LoRAs on attention that are
+            a mean (`mix --attention mean`).
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
@@ -120,7 +122,8 @@ def weigh_experts(
 ) -> Iterator[None]:
     """
     A context manager: inside the block, the experts' updates have the factors that you give, in all MoE layers:
-    `W x + s Σ_i w_i B_i A_i x` on each projection, as in PEFT's `add_weighted_adapter`, whatever the adapter's mixing.
+    `W x + s Σ_i w_i B_i A_i x` on each projection with a router, as in PEFT's `add_weighted_adapter`, whatever the
+    adapter's mixing.
 
     Args:
         model: a model with a MoE-LoRA adapter.
@@ -154,6 +157,34 @@ def weigh_experts(
         row_N[experts] = torch.tensor([*of_row.values()], dtype=row_N.dtype)
     with steered(model, Steering(weights=weights_BN)):
         yield
+
+
+@contextmanager
+def serve_alone(model: Any, expert: Expert | None) -> Iterator[None]:
+    """
+    A context manager: inside the block, the model is one of the adapters that a mixture was made of, or the base (but
+    for shared experts): as in `force_experts`, and LoRAs that are a mean have only this expert's part, or none.
+
+    Args:
+        model: with a MoE-LoRA adapter.
+    """
+    name, before = model.active_adapter, {}
+    config = model.peft_config[name]
+    part = slice(0, 0)
+    if expert is not None:
+        (index,) = expert_indices(model, expert, "serve_alone")
+        part = slice(index * config.r, (index + 1) * config.r)
+    for layer in averaged_linears(model, name).values():
+        B_1RO = layer.expert_parameters(name)[1]["weight"]
+        before[B_1RO] = B_1RO.data
+        B_1RO.data = torch.zeros_like(B_1RO)
+        B_1RO.data[:, part] = config.num_updates * before[B_1RO][:, part]
+    try:
+        with force_experts(model, [expert]):
+            yield
+    finally:
+        for B_1RO, data in before.items():
+            B_1RO.data = data
 
 
 def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:

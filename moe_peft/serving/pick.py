@@ -9,10 +9,11 @@ import asyncio
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import uvicorn
@@ -25,6 +26,7 @@ from ..combine.request_gate import BASE, RequestGate, request_text
 from ..utils.messages import InputError, choice_error, one_line
 
 HEADER = "x-moe-peft-adapter"
+_PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")  # others are percent-encoded in the header
 # Route → the field of its body that asks.
 ASKED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _OF_CONNECTIONS = {  # headers that each connection has of its own
@@ -42,12 +44,12 @@ class Picker:
     task: asyncio.Task[None] | None = None
 
     async def pick(self, texts: Sequence[str]) -> list[str | None]:
-        """The adapter that each text is for; None: the base, as for a text without words."""
+        """The adapter that each text is for; None: the base."""
         asked = [(text, asyncio.get_running_loop().create_future()) for text in texts]
-        self.waiting += [(text, future) for text, future in asked if text.strip()]
+        self.waiting += asked
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._read())
-        return [await future if text.strip() else None for text, future in asked]
+        return [await future for _, future in asked]
 
     async def _read(self) -> None:
         while self.waiting:
@@ -100,7 +102,8 @@ def find_engine(
     source = f"server={url!r}"
     try:
         answer = httpx.get(f"{url}/v1/models", headers=_authorization(key), timeout=30, trust_env=False)
-        models = {model["id"]: model.get("parent") for model in answer.raise_for_status().json()["data"]}
+        listed = {str(model["id"]): model for model in answer.raise_for_status().json()["data"]}
+        models = {name: model.get("parent") for name, model in listed.items()}
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise InputError(f"{source}: {one_line(error)}; start it first, e.g. vllm serve BASE --enable-lora") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,7 +117,10 @@ def find_engine(
             "--enable-lora --lora-modules NAME=FOLDER), or say how it calls them (--names)"
         )
     if base is None:
-        base = next((name for name, parent in models.items() if not parent and name not in names.values()), None)
+        others = [name for name, parent in models.items() if not parent and name not in names.values()]
+        if len({listed[name].get("root", name) for name in others}) > 1:  # a server may call one model several names
+            raise InputError(f"{source}: has {', '.join(others)}; say which is the base (--base-name)")
+        base = next(iter(others), None)
     if base is None or base not in models:
         raise InputError(choice_error("base_name", base, models))
     if served in models:
@@ -152,7 +158,10 @@ class Proxy:
             *(Route(path, self.ask, methods=["POST"]) for path in ASKED),
             Route("/{path:path}", self.pass_on, methods=methods),
         ]
-        handlers: Any = {httpx.TimeoutException: _no_time, httpx.HTTPError: _no_answer, _Refused: _refuse, Gone: _gone}
+        handlers: Any = {
+            httpx.TimeoutException: _no_time, httpx.HTTPError: _no_answer, _Refused: _refuse, Gone: _gone,
+            Exception: _bug,
+        }  # fmt: skip
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -180,11 +189,11 @@ class Proxy:
         (name,) = picked
         self.picked[name] += 1
         body["model"] = self.engine.names.get(name, self.engine.base)
-        return await self.forward(request, json.dumps(body).encode(), {HEADER: name})
+        return await self.forward(request, json.dumps(body).encode(), {HEADER: quote(name, safe=_PRINTABLE)})
 
     async def models(self, request: Request) -> Response:
         """The engine's models, after ours."""
-        answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_passed(request.headers))
+        answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_passed(request.headers.items()))
         if answer.status_code != 200:
             return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
         listed = answer.json()
@@ -222,7 +231,8 @@ class Proxy:
         url = httpx.URL(self.engine.url)
         path = request.scope["raw_path"] + (b"?" + request.scope["query_string"]).rstrip(b"?")
         url = url.copy_with(raw_path=url.raw_path.rstrip(b"/") + path)
-        asked = self.client.build_request(request.method, url, headers=_passed(request.headers), content=content)
+        headers = _passed(request.headers.items())
+        asked = self.client.build_request(request.method, url, headers=headers, content=content)
         sending = asyncio.create_task(self.client.send(asked, stream=True))
         gone = asyncio.create_task(_gone_from(request))
         try:
@@ -233,10 +243,12 @@ class Proxy:
         finally:
             gone.cancel()
             sending.cancel()
-        headers = {**_passed(answer.headers), **(more or {})}
+        headers = [*_passed(answer.headers.multi_items()), *(more or {}).items()]
         if "content-length" in answer.headers:
-            headers["content-length"] = answer.headers["content-length"]
-        return StreamingResponse(_pieces(answer), answer.status_code, headers)
+            headers.append(("content-length", answer.headers["content-length"]))
+        response = StreamingResponse(_pieces(answer), answer.status_code)
+        response.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        return response
 
 
 async def _gone_from(request: Request) -> None:
@@ -257,8 +269,9 @@ async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
-def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _OF_CONNECTIONS}
+def _passed(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those that are not a connection's own; some, such as cookies, may be there twice."""
+    return [(name, value) for name, value in headers if name.lower() not in _OF_CONNECTIONS]
 
 
 def asked_texts(value: Any, path: str) -> list[str]:
@@ -328,6 +341,10 @@ async def _no_answer(request: Request, error: Exception) -> Response:
 
 async def _refuse(request: Request, error: _Refused) -> Response:
     return _error(str(error), error.status)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _error(f"moe-peft pick failed: {type(error).__name__}: {_line(error)}", 500)  # its log has the traceback
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -162,6 +163,26 @@ def test_those_that_wait_are_read_together(gate, engine, monkeypatch):
     assert sizes == [1, 6] and [answer.headers[HEADER] for answer in answers] == [*FOR, *FOR][:7]
 
 
+def test_names_that_are_no_ascii_are_encoded_in_the_header(gate):
+    names = {"math": "数学", "code": "ä ö/v2", "prose": "100 %"}
+    renamed = gate.renamed(names)
+    with proxied(renamed, FakeEngine((*names.values(),))) as client:
+        for name, other in names.items():
+            answer = client.post("/v1/chat/completions", json=chat(FOR[name]))
+            assert unquote(answer.headers[HEADER]) == other and answer.json()["model"] == other
+
+
+def test_a_choice_that_fails_is_an_error_in_openais_form(gate, engine, monkeypatch):
+    def fail(texts):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(gate, "pick", fail)
+    with proxied(gate, engine) as client:
+        answer = client.post("/v1/chat/completions", json=chat(FOR["math"]))
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == 500 and "RuntimeError: out of memory" in error["message"]
+
+
 # --- what passes through ---------------------------------------------------------------------------------------------
 
 
@@ -185,6 +206,7 @@ def test_other_routes_pass_through(client, engine, asked):
     method, path = asked.split()
     answer = client.request(method, path, content=b"\x00x" if method == "POST" else None)
     assert (answer.status_code, answer.headers["x-other"]) == (202, "1")
+    assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
     assert answer.content == (b"<\x00x>" if method == "POST" else b"<>") and engine.asked[0][:2] == (method, path)
     assert "accept-encoding" in engine.asked[0][3] and "python-httpx" in engine.asked[0][3]["user-agent"]
 
@@ -302,6 +324,10 @@ def test_the_engine_must_have_what_the_gate_names(gate):
             found = find(url=url)
             assert (found.url, found.base, found.names) == (server, "base-model", {"math": "math"})
         assert find(base="other").base == "other"
+        engine.models["law"] = None  # a server that does not say which are adapters
+        with pytest.raises(InputError, match="has base-model, law; say which is the base"):
+            find()
+        del engine.models["law"]
         wrong = [
             ({"adapters": gate.names}, "has no code, prose, only base-model, math, other; start it with them"),
             ({"names": {"law": "x"}}, "names='law': must be one of math"),

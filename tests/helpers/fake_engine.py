@@ -65,7 +65,10 @@ class FakeEngine:
 
     async def other(self, request: Request) -> Response:
         body = await self._note(request)
-        return Response(b"<" + body + b">", 202, {"content-type": "text/plain", "x-other": "1"})
+        response = Response(b"<" + body + b">", 202, {"content-type": "text/plain", "x-other": "1"})
+        for cookie in ("a=1", "b=2"):
+            response.headers.append("set-cookie", cookie)
+        return response
 
     async def answer(self, request: Request) -> Response:
         try:

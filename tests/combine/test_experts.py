@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe, prune_experts
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.mix import mix
+from moe_peft.combine.request_gate import _read
 from moe_peft.models.steering import serve_alone
 from tests.helpers.close import assert_near
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
@@ -239,6 +240,11 @@ def made(case: Path, folder: Path, names: Sequence[str], data: str) -> dict[str,
     return weights(folder)
 
 
+def load_gate(folder: Path) -> dict[str, torch.Tensor]:
+    """What a gate for requests has read, by name."""
+    return _read(folder / "request_gate.safetensors")[1]
+
+
 def same_gates(folder: Path, other: Path) -> None:
     """Weights, sums and the gate for requests, to the bit."""
     for file in ("adapter_model.safetensors", "ridge_sums.safetensors", "request_gate.safetensors"):
@@ -256,6 +262,18 @@ def test_with_sums_an_expert_needs_only_its_own_texts(replace, parts, tmp_path):
     ))  # fmt: skip
     made(parts, tmp_path / "anew", ALL if replace is None else "adc", "four")
     same_gates(tmp_path / "joined", tmp_path / "anew")
+
+
+@pytest.mark.parametrize(("replace", "labels"), [(None, "xyzd"), (1, "xdz")])
+def test_experts_that_get_other_names_keep_what_they_are_for(replace, labels, parts, tmp_path):
+    mix(settings(
+        parts, output=str(tmp_path / "joined"), adapters=[str(parts / "d")], data=[str(parts / "own.jsonl")],
+        add_to=str(parts / "three"), replace=replace, calibration_examples=6, labels=[*labels],
+    ))  # fmt: skip
+    before, after = (load_gate(folder) for folder in (parts / "three", tmp_path / "joined"))
+    assert [*after] == [*labels, "base"]
+    for old, new in zip("abc", labels, strict=False):
+        assert new == "d" or torch.equal(before[old], after[new])
 
 
 def test_nothing_is_left_of_the_texts_of_an_expert_that_is_dropped(parts, tmp_path):

@@ -109,21 +109,18 @@ def test_what_reaches_a_service():
 
 def test_tasks_that_come_and_go():
     runs = [run for run in records("studies/results/changing_tasks.jsonl") if "right" in run and run["seed"] == 2]
-    by_way = {
-        (run["way"], run["rows"]): run for run in runs if (run["set"] == "domains" and "chosen" in run) or "none" in run
-    }
-    own = next(run for run in runs if (run["set"], run["way"]) == ("domains", "own"))
-    picked = by_way["picked", 240]
+    of_domains = [run for run in runs if run["set"] == "domains"]
+    own = next(run for run in of_domains if run["way"] == "own")
+    picked = next(run for run in of_domains if run["way"] == "picked" and run["rows"] == 240)
     right = [share([run["right"]["one"]]) for run in (picked, own)]
     assert (
         f"a new training of the look-alike domains had {right[0]:.0f} % right where the requests' own LoRAs had "
         f"{right[1]:.0f} %, and {100 * picked['none']:.0f} % of general requests were answered as by the base"
     ) in text("docs/combine.md")
-    removed = [run for run in runs if run["way"] == "removed"]
-    of_domain = {run["task"]: slice(30 * i, 30 * i + 30) for i, run in enumerate(removed)}
+    removed = [run for run in of_domains if run["way"] == "removed"]
     before, after, elsewhere = "", "", 0
-    for run in removed:
-        at = of_domain[run["task"]]
+    for i, run in enumerate(removed):
+        at = slice(30 * i, 30 * i + 30)  # its own requests
         before += picked["right"]["one"][: at.start] + picked["right"]["one"][at.stop :]
         after += run["right"][: at.start] + run["right"][at.stop :]
         elsewhere += sum(name is not None for name in run["chosen"][at])
@@ -132,13 +129,13 @@ def test_tasks_that_come_and_go():
         f"had {share([after]):.0f} % right as before; of its own requests {100 * elsewhere / 240:.0f} % then went to "
         "another adapter"
     ) in text("docs/combine.md")
-    new = [[share([run["right"] for run in runs if (run["way"], run.get("rows")) == (f"new, {way}", rows)])
-            for way in ("nearest", "zero")] for rows in (64, 8)]  # fmt: skip
-    assert (
-        "With 64 rows it then had {:.0f} % right, from zero {:.0f} %; with 8 rows {:.0f} and {:.0f} %".format(
-            *new[0], *new[1]
-        )
-    ) in text("docs/studies.md")
+    new = [
+        share([run["right"] for run in of_domains if run["way"] == f"new, {way}" and run["rows"] == rows])
+        for rows in (64, 8)
+        for way in ("nearest", "zero")
+    ]
+    said = "With 64 rows it then had {:.0f} % right, from zero {:.0f} %; with 8 rows {:.0f} and {:.0f} %"
+    assert said.format(*new) in text("docs/studies.md")
 
 
 def test_tenants():

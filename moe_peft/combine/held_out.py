@@ -269,7 +269,8 @@ def verdict(
         difference, bar = _difference(scored[mixture], scored[way], bool(right))
         if abs(difference) <= bar:
             size = f"{bar * 100:.1f} points" if right else f"{bar:.3f}"
-            text = f"no difference between the mixture and {name} ({what} {shown}; below {size} it may be chance)"
+            chance = f"; below {size} it may be chance" if bar else ", row by row"
+            text = f"no difference between the mixture and {name} ({what} {shown}{chance})"
             if way == PICKED:
                 text += "; picking needs the adapters alone: moe-peft pick"
         elif difference > 0:

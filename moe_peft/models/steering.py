@@ -18,7 +18,7 @@ from .introspection import backbone, expert_names
 from .layer import AdapterLayer, routed_layers
 
 Expert = int | str  # an index, or a name
-Rows = torch.Tensor | Expert | Sequence[Expert | None]
+Rows = torch.Tensor | Expert | Sequence[Expert | None] | None
 
 
 @contextmanager
@@ -33,9 +33,9 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
         experts_B: the expert of all rows, an index or a name; or that of each row, [B], or of each token, [B·S], if the
-            batch has no rows (padding-free): a tensor of integers, or a list. In a list for an adapter, None is the
-            base: these rows get no update but what serves every token: shared experts, and LoRAs on attention that are
-            a mean (`mix --attention mean`).
+            batch has no rows (padding-free): a tensor of integers, or a list. For an adapter, None is the base: these
+            rows get no update but what serves every token, shared experts and LoRAs on attention that are a mean
+            (`mix --attention mean`).
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
@@ -57,10 +57,12 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
     layers = routed_layers(model, "force_experts")
     lowest = 0
     if not isinstance(experts_B, torch.Tensor):
-        named = [experts_B] if isinstance(experts_B, (int, str)) else list(experts_B)
+        named = [experts_B] if experts_B is None or isinstance(experts_B, (int, str)) else list(experts_B)
         lowest = -1 if None in named and isinstance(layers[0], AdapterLayer) else 0
         indices = iter(expert_indices(model, [each for each in named if each is not None], "force_experts"))
         experts_B = torch.tensor([-1 if each is None else next(indices) for each in named], dtype=torch.long)
+    if experts_B.is_floating_point():
+        raise InputError(f"force_experts: a tensor {experts_B.dtype}; give integers")
     smallest = min(layer.num_experts for layer in layers)
     if experts_B.numel() and not lowest <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")

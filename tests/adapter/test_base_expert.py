@@ -90,6 +90,13 @@ def test_rows_for_which_no_expert_is_forced_get_the_bases_answer(mixing, base_ex
     assert_near(by_row[:1], tiny_llama().eval()(input_ids=IDS[:1]).logits)
     with force_experts(model, 2):
         assert_near(by_row[1:], model(input_ids=IDS[1:]).logits)
+    with force_experts(model, None):
+        assert_near(model(input_ids=IDS).logits, tiny_llama().eval()(input_ids=IDS).logits)
+    with (
+        pytest.raises(ValueError, match=r"force_experts: a tensor torch.float32; give integers"),
+        force_experts(model, torch.tensor([0.9, 1.2])),
+    ):
+        pass
     shares_LN = next(iter(statistics.shares().values()))
     assert (shares_LN[:, 2] == 1).all() and shares_LN.sum() == 2
 

@@ -35,8 +35,8 @@ Predictions, means over seeds.
 
 Run so far: seed 2. What failed of the predictions:
 
-- 2: removal leaves the others as they were, but 97 % of the removed domain's requests go to other domains, not half, and
-  3 % of them are answered right (an intent that two domains share).
+- 2: removal leaves the others as they were, but 97 % of the removed domain's requests go to other domains, and 3 % of
+  them are answered right (an intent that two domains share).
 - 3: *nearest* is above *zero* by 2 points with 8 rows and by 13 with 64; the other way round was expected.
 """
 

@@ -117,8 +117,8 @@ def test_tasks_that_come_and_go():
     )
     right = [share([run["right"]["one"]]) for pair in zip(all_picked, own, strict=True) for run in pair]
     said = (
-        "a new training of the look-alike domains had {:.0f} % right where the requests' own LoRAs had {:.0f} %, and of "
-        "the four tasks {:.0f} % where they had {:.0f} %; {:.0f} and {:.0f} % of general requests were answered"
+        "a new training of the look-alike domains had {:.0f} % right where the requests' own LoRAs had {:.0f} %, and "
+        "of the four tasks {:.0f} % where they had {:.0f} %; {:.0f} and {:.0f} % of general requests were answered"
     )
     assert said.format(*right, *(100 * run["none"] for run in all_picked)) in text("docs/combine.md")
     picked = all_picked[0]

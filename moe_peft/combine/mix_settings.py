@@ -56,9 +56,7 @@ class MixSettings(Settings):
         None, description="held-out rows of each expert; default: 64, and at most 512 in all"
     )
     right: Text | None = Field(
-        None,
-        title="MODULE:FUNCTION",
-        description="your function of an answer and its row, whether it is right; default: word for word as the row's",
+        None, title="MODULE:NAME", description="your function: is an answer right, given its row"
     )
     max_new_tokens: Count = Field(64, description="of an answer that --right judges")
     top_k: Count | None = Field(
@@ -76,8 +74,8 @@ class MixSettings(Settings):
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
     keep_sums: Flag | None = Field(
         None,
-        description="keep the sums of gates=ridge by expert beside the mixture, so that one can join, be replaced or "
-        "leave with only its own texts; default: up to 256 MB",
+        description="keep ridge's sums by expert, so that one can join or leave with its own texts alone; default: up "
+        "to 256 MB",
     )
     max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
     batch_size: Count = Field(8, description="examples per forward pass")

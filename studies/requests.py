@@ -64,7 +64,8 @@ import csv
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,15 +262,21 @@ class Requests:
                 rows += [general[i % len(general)] for i in range(len(rows) // 4)]
         else:
             rank, steps, batch, rows = 8, self.steps, 8, self.train_rows(name, seed, task)
+        model = self.new_lora(rank)
+        self.fit(model, rows, steps, seed, batch)
+        model.save_pretrained(str(self.folder(name, seed, task)))
+
+    def new_lora(self, rank: int) -> Any:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=FFN, task_type="CAUSAL_LM")
-        model = get_peft_model(copy.deepcopy(self.base), config)
+        return get_peft_model(copy.deepcopy(self.base), config)
+
+    def fit(self, model: Any, rows: list[dict[str, Any]], steps: int, seed: int, batch: int = 8) -> None:
         args = arguments(
             SFTConfig, self.work / "state", max_steps=steps, learning_rate=RATE, lr_scheduler_type="cosine",
             max_length=LONGEST, logging_steps=steps, seed=seed,
         )  # fmt: skip
         args.per_device_train_batch_size = batch
         SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer).train()
-        model.save_pretrained(str(self.folder(name, seed, task)))
 
     def answer_of(self, row: dict[str, Any]) -> str:
         return self.tokenizer.decode(row["input_ids"][-row["answer"] :], skip_special_tokens=True)
@@ -581,27 +588,42 @@ def _difference(a: list[dict[str, Any]], b: list[dict[str, Any]], kind: str) -> 
     return over_rows((pair[0] - pair[1]).flatten())
 
 
-def main() -> None:
-    options = parser(__doc__, workers=True)
+def command(
+    name: str, description: str | None, study: type[Requests], report: Callable[[Ledger], str],
+    shrink: Callable[[], None],
+) -> None:  # fmt: skip
+    """
+    A study of these requests as a command.
+
+    Args:
+        name: of the module, the ledger and the page.
+        shrink: leaves out most of it, to test the script.
+    """
+    options = parser(description, workers=True)
     options.add_argument("--source", type=Path, default=Path("data"))
     options.add_argument("--small", action="store_true", help="few steps, rows and tasks, to test the script")
     args = options.parse_args()
-    ledger = Ledger((args.work / "small.jsonl") if args.small else RESULTS / "requests.jsonl")
+    ledger = Ledger((args.work / "small.jsonl") if args.small else RESULTS / f"{name}.jsonl")
     if args.command == "report":
         page = report(ledger)
         if not args.small:
-            (RESULTS / "requests.md").write_text(page)
+            (RESULTS / f"{name}.md").write_text(page)
         return print(page)
     if args.worker is None:
         more = ["--small"] if args.small else []
-        raise SystemExit(start_workers("requests", args, "--source", str(args.source), *more))
+        raise SystemExit(start_workers(name, args, "--source", str(args.source), *more))
     score_answers_only()
-    study = Requests(args.source, args.work / "requests", ledger, *((2, 26) if args.small else ()))
+    made = study(args.source, args.work / name, ledger, *((2, 26) if args.small else ()))
     if args.small:
         HELD_OUT.update(dict.fromkeys(HELD_OUT, 3))
-        SEEDS.update(short=range(1), domains=range(0), many=range(0))
-        study.none = study.none[:5]
-    work(study)
+        made.none = made.none[:5]
+        shrink()
+    work(made)
+
+
+def main() -> None:
+    few = {"short": range(1), "domains": range(0), "many": range(0)}
+    command("requests", __doc__, Requests, report, partial(SEEDS.update, few))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,18 @@ def test_speed_on_a_gpu():
     ) in text("README.md")
 
 
+def test_where_vllms_time_goes():
+    page = (ROOT / "benchmarks/results/vllm_parts.md").read_text()
+    rows = {
+        name: [float(cell.strip() or 0) for cell in cells.split("|")]
+        for name, cells in re.findall(r"^\| (.+?) \| generation, 1 \| (.+) \|$", page, re.M)
+    }
+    added = sorted(rows[f'adapter, `mixing="{mixing}"`'][1] - rows["base"][1] for mixing in ("output", "projection"))
+    assert (
+        "experts add {:.0f} to {:.0f} ms of CPU time to the {:.0f} ms of a token".format(*added, sum(rows["base"][:4]))
+    ) in text("docs/serving.md")
+
+
 def test_generation_by_a_compiled_pass():
     page = (ROOT / "benchmarks/results/generate.md").read_text()
     measured = dict(re.findall(r"^\| (\w+, [a-z ]+) \| ([\d.]+) \|", page, re.M))

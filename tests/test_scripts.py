@@ -334,12 +334,17 @@ def test_the_study_of_the_schedule_tunes_first_and_makes_every_run_once(tmp_path
 def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     from studies import (
         balancing,
+        changing_tasks,
+        choices,
         granularity,
         growing,
         label_routing,
         lora_kinds,
         request_gate,
+        requests,
+        scale,
         schedule,
+        tenants,
         upcycling,
         upit,
     )  # fmt: skip
@@ -361,8 +366,11 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     (tmp_path / "granularity.md").write_text(granularity.report(ledgers["granularity"]))
     (tmp_path / "growing.md").write_text(growing.report(ledgers["growing"]))
     (tmp_path / "request_gate.md").write_text(request_gate.report(ledgers["request_gate"]))
+    for study in (changing_tasks, choices, requests, scale, tenants):
+        name = study.__name__.rpartition(".")[2]
+        (tmp_path / f"{name}.md").write_text(study.report(Ledger(results / f"{name}.jsonl")))
     (tmp_path / "schedule.md").write_text(schedule.report(study_of_schedule(results / "schedule")))
     pages = list(tmp_path.glob("*.md"))
-    assert len(pages) == len(names) + 2
+    assert len(pages) == len(names) + 7
     for path in pages:
         assert path.read_text() == (results / path.name).read_text(), path.name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,11 +72,6 @@ class Source:
             part.add_column("expert", [self.labels.index(label)] * len(part))
             for label, part in zip(labels, parts, strict=True)
         ]
-
-    @cached_property
-    def is_right(self) -> Callable[..., Any] | None:
-        """The user's function that judges answers."""
-        return None if self.settings.right is None else load_function(self.settings.right, "right")
 
     @property
     def new(self) -> str:
@@ -170,11 +164,11 @@ class Source:
         of_label = rows_of_labels(rows["expert"])
         by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
         parts = Parts(rows, by_label, collator, self.settings.batch_size)
-        if self.is_right is None:
+        if (name := self.settings.right) is None:
             return parts
         if not parts.have_answers:
-            raise InputError(f"right={self.settings.right!r}: some held-out rows are texts, not questions with answers")
-        judge = Judge(self.is_right, str(self.settings.right), given, self.tokenizer, self.settings.max_new_tokens)
+            raise InputError(f"right={name!r}: some held-out rows are texts, not questions with answers")
+        judge = Judge(load_function(name, "right"), name, given, self.tokenizer, self.settings.max_new_tokens)
         return replace(parts, judge=judge)
 
 

@@ -11,15 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.model_size import ModelSize, model_size
-from ..training.estimate import (
-    COLUMNS,
-    MEMORY_LINE,
-    Memory,
-    count_rows,
-    gib,
-    memory,
-    training_line,
-)
+from ..training.estimate import COLUMNS, MEMORY_LINE, Memory, count_rows, gib, memory, training_line
 from ..training.trainable import on_quantized
 from .pipeline import UpIT
 from .stages import PostTrain, TrainingStage
@@ -28,8 +20,8 @@ from .stages import PostTrain, TrainingStage
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is an estimate; `training` names the rate, the schedule and the context; `moe`
-    is the size of the MoE, for the stage that trains all of it; `advice` is what else there is to say.
+    One stage. `memory` is an estimate; `training` names the rate, the schedule and the context; `moe` is the size of
+    the MoE, for the stage that trains all of it; `advice` is what else there is to say.
     """
 
     name: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from examples.demo.smollm2 import smollm2_folder
-from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
+from moe_peft import MoELoraConfig, allow_experts, force_experts, lora_to_moe, record_routing
 from moe_peft.analysis import Routes, record_routes
 from moe_peft.chat import Answer, Conversation
 from moe_peft.combine.mix import mix
@@ -27,6 +27,7 @@ from moe_peft.utils.messages import InputError
 from moe_peft.utils.validation import validate
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.close import assert_near
+from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import COMMON, K, N
 
 NATIVE = {
@@ -357,6 +358,23 @@ def test_a_mixture_of_smollm2s_adapters_answers_and_shows_its_routes(tmp_path):
     conversation.steer("expert", "math")
     list(conversation.ask_again())
     assert conversation.answers[0].routes.ranked() == [(1, 1.0)]
+
+
+def test_a_picked_adapter_has_its_own_part_of_a_mean_on_attention(tmp_path, tokenizer):
+    """And the base has none, though that LoRA has no router."""
+    folders = [tmp_path / name for name in "ab"]
+    for seed, path in enumerate(folders):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(tiny_llama(vocab=320), config).save_pretrained(path)
+    base = tiny_llama(vocab=320).eval()
+    mixture = lora_to_moe(tiny_llama(vocab=320), folders, attention="mean", expert_names=["a", "b"]).eval()
+    for picked in ("a", "b", None):
+        conversation = Conversation(mixture, tokenizer, max_new_tokens=LENGTH, pick=lambda _, name=picked: [name])
+        answer = "".join(conversation.ask("Hi"))
+        plain = base if picked is None else PeftModel.from_pretrained(tiny_llama(vocab=320), tmp_path / picked).eval()
+        ids = generated(plain, tokenizer, prompt_of_question(tokenizer, "Hi"))
+        assert answer == tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
 def test_a_question_is_answered_by_the_expert_that_is_picked_for_it_or_by_the_base(folder, tokenizer):

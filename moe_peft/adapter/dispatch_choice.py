@@ -222,20 +222,29 @@ class Routes(NamedTuple):
         """Those of some tokens."""
         return self._replace(experts=self.experts[tokens], gates=self.gates[tokens])
 
-    def dispatch(self, dtype: torch.dtype) -> Dispatch:
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        By the method that suits the batch's size or that `pin_dispatch` sets, dense without tokens; products are in
-        this dtype.
+        Whose matrices each slot takes, [T, k], and whether they change the base; None: all do. A slot of the base has
+        those of some other expert.
         """
-        experts_TK, n, updated_TK = self.experts, self.num_experts, None
-        if self.has_base:
-            updated_TK = (experts_TK >= 0) & (experts_TK < n)
-            experts_TK = experts_TK.clamp(0, n - 1)
-        gates_TK, (tokens, k) = self.gates.to(dtype), experts_TK.shape
-        method = choose_method(tokens, k, n, self.r, self.unit, dtype, self.mixes_outputs, gates_TK.device)
+        if not self.has_base:
+            return self.experts, None
+        updated_TK = (self.experts >= 0) & (self.experts < self.num_experts)
+        return self.experts.clamp(0, self.num_experts - 1), updated_TK
+
+    def method(self, dtype: torch.dtype) -> Method:
+        """That which suits the batch's size, or that `pin_dispatch` sets; dense without tokens."""
+        tokens, k = self.experts.shape
         if statically_known(tokens == 0):  # what batched and grouped products do without rows depends on the device
-            method = "dense"
-        dispatch = _METHODS[method](experts_TK, gates_TK, n, self.scaling, updated_TK=updated_TK)
+            return "dense"
+        n, r, unit = self.num_experts, self.r, self.unit
+        return choose_method(tokens, k, n, r, unit, dtype, self.mixes_outputs, self.gates.device)
+
+    def dispatch(self, dtype: torch.dtype) -> Dispatch:
+        """By `method`; products are in this dtype."""
+        experts_TK, updated_TK = self.matrices()
+        make = _METHODS[self.method(dtype)]
+        dispatch = make(experts_TK, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_TK)
         dispatch.mixes_outputs = self.mixes_outputs
         return dispatch
 

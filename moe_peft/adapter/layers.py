@@ -224,7 +224,7 @@ def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     `y_TM` in another's shape, for a layer's output. To autograd it is not a view: FSDP2 has hooks on what a module
     returns, and torch drops those of a view that is changed in place.
     """
-    return _unsafe_view(y_TM, like.shape) if torch.is_grad_enabled() else y_TM.view(like.shape)
+    return _unsafe_view(y_TM, like.shape) if torch.is_grad_enabled() else y_TM.view_as(like)
 
 
 class MoELoraLinear(nn.Module, MoELoraLayer):
@@ -277,12 +277,9 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)
         x_TD, y_TD, specs = x.reshape(-1, x.shape[-1]), None, self.moe_lora_spec
         # Experts inside the FFN first, then those behind it.
-        inside = [adapter for adapter in adapters if not specs[adapter].needs_ffn]
-        behind = [adapter for adapter in adapters if specs[adapter].needs_ffn]
-        if inside:
-            y_TD = specs[inside[0]].ffn_output(self, inside, x_TD)
-        if behind:
-            y_TD = specs[behind[0]].ffn_output(self, behind, x_TD, y_TD)
+        for needs_ffn in (False, True):
+            if kind := [adapter for adapter in adapters if specs[adapter].needs_ffn == needs_ffn]:
+                y_TD = specs[kind[0]].ffn_output(self, kind, x_TD, y_TD)
         assert y_TD is not None
         y = in_shape(y_TD, x)
         return y if residual is None else residual + y

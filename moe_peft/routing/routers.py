@@ -146,8 +146,8 @@ class Router(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Router logits of hidden states [..., d]: float32 [T, n]."""
-        stored_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        x_TD = stored_TD if stored_TD.dtype == torch.float64 else stored_TD.float()
+        stored_TD = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+        x_TD = stored_TD if stored_TD.dtype in (torch.float32, torch.float64) else stored_TD.float()
         noise = self.settings.jitter_noise
         if self.training and noise:
             stored_TD = x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...utils.expert_likeness import update_gram
 from ...utils.messages import InputError
 from ...utils.torch_contexts import is_autocast, without_autocast
-from ..dispatch import Dispatch, Gather, statically_known
+from ..dispatch import Dispatch, statically_known
 from ..dispatch_choice import Routes, tokens_at_once
 from ..ffn_layout import FFNLayout
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
@@ -58,9 +58,11 @@ class LoraExperts(Experts):
         if len(adapters) > 1:
             adapters = sorted(adapters, key=lambda adapter: specs[adapter].mixes_outputs(layout))
         routes = {adapter: ffn.route(adapter, x_TD, specs[adapter].mixes_outputs(layout)) for adapter in adapters}
+        last, tokens = routes[adapters[-1]], x_TD.shape[0]
+        if len(routes) == 1 and last is not None and specs[adapters[0]]._decodes(ffn, adapters[0], last, x_TD):
+            return specs[adapters[0]]._decoded(ffn, adapters[0], last, x_TD)
 
         # Where pairs have activations of their own, those of many tokens are computed some at a time.
-        last, tokens = routes[adapters[-1]], x_TD.shape[0]
         step = tokens_at_once(x_TD) if last is not None and last.mixes_outputs else tokens
         if tokens <= step:
             return cls._ffn_output(ffn, x_TD, routes)
@@ -84,8 +86,6 @@ class LoraExperts(Experts):
             spec: LoraExperts = specs[adapter]
             pre, low = spec._with_shared(ffn, adapter, x_TD, pre), None
             dispatch = None if of_adapter is None else of_adapter.dispatch(pre[layout.up].dtype)
-            if isinstance(dispatch, Gather) and len(routes) == 1 and spec._is_decoding(ffn, adapter, dispatch):
-                return layout.drop(ffn.base_layer, spec._decoded(ffn, adapter, dispatch, x_TD, pre))
             if dispatch is None or not dispatch.mixes_outputs:  # `Wx + s Σ g_i B_i A_i x` on each projection
                 in_place = all(may_overwrite(ffn.projection(name)) for name in pre)
                 pre = spec._updated(ffn, adapter, dispatch, x_TD, pre, in_place)
@@ -135,58 +135,68 @@ class LoraExperts(Experts):
         chosen = self.target_projections
         return chosen is None or not chosen.isdisjoint(layout.inputs) or self.sum_of_gates_counts
 
-    def _is_decoding(self, ffn: FFNHost, adapter: str, dispatch: Gather) -> bool:
-        """Whether `_decoded` serves: one token, without gradients, dropout or autocast."""
-        if torch.is_grad_enabled() or self.stacked != "AB" or not statically_known(dispatch.tokens == 1):
+    def _decodes(self, ffn: FFNHost, adapter: str, routes: Routes, x_TD: torch.Tensor) -> bool:
+        """Whether `_decoded` serves: one token, by copies of its experts, without gradients, dropout or autocast."""
+        if torch.is_grad_enabled() or self.stacked != "AB" or not statically_known(routes.experts.shape[0] == 1):
             return False
-        return not (ffn.dropout_rate(adapter) or is_autocast(dispatch.gates))
+        return routes.method(x_TD.dtype) == "gather" and not (ffn.dropout_rate(adapter) or is_autocast(routes.gates))
 
-    def _decoded(
-        self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_1D: torch.Tensor, pre: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def _decoded(self, ffn: FFNHost, adapter: str, routes: Routes, x_1D: torch.Tensor) -> torch.Tensor:
         """
-        Steps 2 to 4 for one token, without gradients, as straight-line code: Python takes most of the time here. The
-        token's k experts are copied into one LoRA of rank k·r, or k of them on activations of their own.
+        The output of one token, without gradients, as straight-line code: Python takes most of the time here. The
+        token's k experts are copied into one LoRA of C = k·r rows, or k of them on activations of their own.
         """
-        layout, mixes, s, dtype = ffn.layout, dispatch.mixes_outputs, self.scaling, pre[ffn.layout.up].dtype
-        experts_K, gates_K1 = dispatch.pair_experts(), dispatch.pair_gates()
-        A, B = ffn.expert_parameters(adapter)
+        layout, block, mixes, s = ffn.layout, ffn.base_layer, routes.mixes_outputs, self.scaling
+        outputs = ffn.input_projections(x_1D)
+        if self.num_shared_experts:
+            base = dict(zip(layout.inputs, outputs, strict=True))
+            outputs = [*self._with_shared(ffn, adapter, x_1D, base).values()]
+        dtype = outputs[-1].dtype
+        # Without the modules around them, whose `getattr` is slow.
+        A, B = (cast(dict[str, torch.Tensor], matrices._parameters) for matrices in ffn.expert_parameters(adapter))
+
+        # Factors of the pairs' h: the gates, or 0 where an expert has no update.
+        experts_1K, updated_1K = routes.matrices()
+        experts_K, gates_1K = experts_1K.view(-1), routes.gates.to(dtype)
+        k, factors_K11 = experts_K.shape[0], gates_1K.view(-1, 1, 1)
+        updated_K11 = None if updated_1K is None else updated_1K.view(-1, 1, 1)
+        if updated_K11 is not None:
+            factors_K11 = factors_K11 * updated_K11
 
         def own(M_NRM: torch.Tensor) -> torch.Tensor:
             """The matrices of the token's experts, [k, r, m]."""
             M_KRM = M_NRM.index_select(0, experts_K)
             return M_KRM if M_KRM.dtype == dtype else M_KRM.to(dtype)
 
-        def low(x_1M: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
-            """`A_i x`, [k, r]."""
-            return F.linear(x_1M, own(A_NRM).flatten(0, 1)).view(-1, self.r)
-
-        def sum_onto(y_1M: torch.Tensor, h_KR: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
+        def onto(y_1M: torch.Tensor, h_K1R: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
             """`y + s Σ_i g_i B_i h_i`, [1, m]."""
-            h_KR = dispatch.updating(h_KR) * gates_K1
-            return torch.addmm(y_1M, h_KR.view(1, -1), own(B_NRM).flatten(0, 1), alpha=s)
+            return torch.addmm(y_1M, (h_K1R * factors_K11).view(1, -1), own(B_NRM).flatten(0, 1), alpha=s)
 
-        def each_onto(y_1M: torch.Tensor, h_KR: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
-            """`y + s B_i h_i`, [k, m]."""
-            h_K1R = dispatch.updating(h_KR).unsqueeze(1)
-            return torch.baddbmm(y_1M, h_K1R, own(B_NRM), alpha=s).squeeze(1)
+        # Gate and up: [1, f], or with mixing "output" of every expert, [k, 1, f].
+        x_K1D, hidden = x_1D.to(dtype).expand(k, 1, -1), []
+        for name, y_1F in zip(layout.inputs, outputs, strict=True):
+            if name not in A:
+                hidden.append(y_1F.expand(k, 1, -1) if mixes else y_1F)
+                continue
+            h_K1R = torch.bmm(x_K1D, own(A[name]).mT)
+            if not mixes:
+                hidden.append(onto(y_1F, h_K1R, B[name]))
+                continue
+            h_K1R = h_K1R if updated_K11 is None else h_K1R * updated_K11
+            hidden.append(torch.baddbmm(y_1F, h_K1R, own(B[name]), alpha=s))
 
-        x_1D, onto, hidden = x_1D.to(dtype), each_onto if mixes else sum_onto, []
-        for name, y_1F in pre.items():
-            if name in A:
-                hidden.append(onto(y_1F, low(x_1D, getattr(A, name)), getattr(B, name)))  # faster than `A[name]`
-            else:
-                hidden.append(y_1F.expand(len(experts_K), -1) if mixes else y_1F)
-        a = layout.hidden(ffn.base_layer, hidden)  # [k, f]; [1, f] with mixing "projection"
-        z_1F = dispatch.gates @ a if mixes else a
+        # The activation, and down.
+        a = layout.hidden(block, hidden)
+        z_1F = gates_1K @ a.squeeze(1) if mixes else a
         y_1D = ffn.projection(layout.down)(z_1F)
         if self.num_shared_experts:
             y_1D = self._with_shared(ffn, adapter, z_1F, {layout.down: y_1D})[layout.down]
         if layout.down in A:
-            A_NRF, B_NRD = getattr(A, layout.down), getattr(B, layout.down)
-            h_KR = torch.bmm(a.unsqueeze(1), own(A_NRF).mT).squeeze(1) if mixes else low(a, A_NRF)
-            y_1D = sum_onto(y_1D, h_KR, B_NRD)
-        return self._with_bias(ffn, dispatch, y_1D) if mixes else y_1D
+            h_K1R = torch.bmm(a if mixes else a.expand(k, 1, -1), own(A[layout.down]).mT)
+            y_1D = onto(y_1D, h_K1R, B[layout.down])
+        if mixes and self.sum_of_gates_counts:
+            y_1D = self._with_bias(ffn, gates_1K, y_1D)
+        return layout.drop(block, y_1D)
 
     # Everything below is computed in the dtype of the base's outputs, also under autocast. There it is autocast's
     # dtype, except for quantized linears, which return the dtype they are given.
@@ -281,14 +291,14 @@ class LoraExperts(Experts):
             B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][down], y_TD.dtype)
             with without_autocast(y_TD):
                 y_TD = dispatch.expand_collect(low, B_NRD, y_TD, in_place)
-        return self._with_bias(ffn, dispatch, y_TD)
+        return self._with_bias(ffn, dispatch.gates, y_TD)
 
-    def _with_bias(self, ffn: FFNHost, dispatch: Dispatch, y_TD: torch.Tensor) -> torch.Tensor:
+    def _with_bias(self, ffn: FFNHost, gates_TK: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
         """The bias of down belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once."""
         bias = getattr(ffn.projection(ffn.layout.down), "bias", None) if self.sum_of_gates_counts else None
         if bias is None:
             return y_TD
-        return y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
+        return y_TD + ((gates_TK.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
 
     # --- an expert by itself, and compared with others ---
 

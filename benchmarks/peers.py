@@ -2,7 +2,7 @@
 Other packages' mixtures of LoRA experts beside ours, all against plain PEFT LoRA of the same active rank.
 
     pip install --no-deps mixlora==0.2.3    # without it, its rows are left out
-    python -m benchmarks.peers              # writes benchmarks/results/peers.md; two minutes
+    python -m benchmarks.peers              # writes benchmarks/results/peers.md; seven minutes of one core
 
 X-LoRA is PEFT's own: 8 LoRAs of rank 8, the best 2 of each token, trained; it turns the cache off, so it has no decode.
 MixLoRA is the package `mixlora`, with random weights. The case is that of `benchmarks/adapter.py`: a Llama-shaped
@@ -100,7 +100,7 @@ def main() -> None:
         "# Other packages",
         "",
         "Made by `python -m benchmarks.peers`: multiples of the time of plain LoRA of the same rank, medians and",
-        f"quartiles ({DEVICE}, {torch.get_num_threads()} threads, torch {torch.__version__}).",
+        f"quartiles ({DEVICE}, threads: {torch.get_num_threads()}, torch {torch.__version__}).",
         "",
         "| hidden | method | " + " | ".join(TASKS) + " |",
         "|---" * (2 + len(TASKS)) + "|",

@@ -257,6 +257,8 @@ class TrainingParser(GroupedParser, TrlParser):
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         with refused_settings():
             model = ModelConfig(**vars(model))
+        for name in _names(training):
+            check_range(name, getattr(training, name))
         has_rate = "learning_rate" in settings or "--learning_rate" in names
         return Options(data, training, model, vars(adapter), run, has_rate, vars(options))
 
@@ -305,9 +307,6 @@ def training_stages(options: Options) -> dict[str, Any]:
     Mixture of Experts", so by default routers are trained first and the rest afterwards.
     """
     training, stages = options.training, options.run.stages
-    names = [f.name for f in dataclasses.fields(training) if f.init]
-    for name in names:
-        check_range(name, getattr(training, name))
     if stages is None and _labels_alone(training):
         stages = ["routers", "rest"]
     if stages is None:
@@ -331,13 +330,18 @@ def training_stages(options: Options) -> dict[str, Any]:
         for key in _OF_ALL_STAGES.keys() & settings.keys():
             raise InputError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
         check_fields(type(training), settings, path)
-        common = {key: options.given[key] for key in names} | {"learning_rate": training.learning_rate}
+        common = {key: options.given[key] for key in _names(training)} | {"learning_rate": training.learning_rate}
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)
         folder = str(Path(training.output_dir, name))
         with prefixed(path), refused_settings():
             stage_args[path] = type(training)(**{**common, "output_dir": folder, **settings, "training_stage": name})
     return stage_args
+
+
+def _names(training: Any) -> list[str]:
+    """The fields that training arguments are made of."""
+    return [f.name for f in dataclasses.fields(training) if f.init]
 
 
 def _labels_alone(training: Any) -> bool:

@@ -125,6 +125,8 @@ def recorded_routers(module: nn.Module) -> dict[type, int]:
 
 def _holds_experts(module: nn.Module) -> bool:
     """Whether a block has several experts by that name, as a list of modules or stacked in tensors [n, …, …]."""
+    if isinstance(module, nn.ModuleDict):  # a tuner layer's, by adapter, of which one may have this name
+        return False
     experts = getattr(module, "experts", None)
     if isinstance(experts, nn.ModuleList):
         return len(experts) > 1

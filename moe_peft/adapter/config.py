@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import Field, InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from peft import PeftConfig, PeftType
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.messages import InputError
@@ -333,6 +334,11 @@ class MoELoraConfig(PeftConfig):
         `moe_peft.utils.model_card.write_model_card`.
         """
         super().save_pretrained(save_directory, **kwargs)
+        # PEFT sorts the keys of the patterns, of which the first that fits counts.
+        path = Path(save_directory, CONFIG_NAME)
+        saved = json.loads(path.read_text("utf-8"))
+        saved |= {name: value for name in saved if isinstance(value := getattr(self, name, None), dict)}
+        path.write_text(json.dumps(saved, indent=2), "utf-8")
         if any(Path(save_directory, name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             write_model_card(save_directory)
 

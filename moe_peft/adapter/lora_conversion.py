@@ -23,7 +23,7 @@ from ..utils.compat import private
 from ..utils.distributed import shape_of
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
-from ..utils.messages import InputError
+from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from .base_model import embeddings_name, has_routed_experts, short_names
 from .config import EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, name_in_base, trained_tokens
@@ -195,7 +195,8 @@ def lora_to_moe(
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
-        shared_parameters = () if shared is None else layer.shared_parameters(adapter_name)
+        has_shared = layer.moe_lora_spec[adapter_name].num_shared_experts
+        shared_parameters = layer.shared_parameters(adapter_name) if has_shared else ()
         for of_layer in (*layer.expert_parameters(adapter_name), *shared_parameters):
             for parameter in of_layer.values():
                 parameter.data.zero_()
@@ -352,7 +353,7 @@ def _stacked(
 
 def expert_to_lora(
     model: PeftModel,
-    expert: int,
+    expert: int | str,
     save_directory: str | os.PathLike | None = None,
     adapter_name: str | None = None,
     tokenizer: Any = None,
@@ -365,7 +366,7 @@ def expert_to_lora(
 
     Args:
         model: the model with the MoE adapter.
-        expert: its index, from 0.
+        expert: its index, from 0, or its name.
         save_directory: a folder to write, which `PeftModel.from_pretrained` can load; it must not exist yet.
         adapter_name: the MoE adapter; the active one if None.
         tokenizer: to write to the folder: the MoE adapter's, whose chat template and tokens may not be the base's.
@@ -390,13 +391,18 @@ def expert_to_lora(
     >>> base = AutoModelForCausalLM.from_pretrained("expert-0")
     ```
     """
-    adapter_name = model.active_adapter if adapter_name is None else adapter_name
+    adapter_name = model.active_adapters[0] if adapter_name is None else adapter_name
     source = model.peft_config.get(adapter_name)
     if not isinstance(source, MoELoraConfig):
         names = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
         raise InputError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {names}")
     if reason := EXPERTS[source.expert_type].no_lora:
         raise InputError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
+    if isinstance(expert, str):
+        names = source.expert_names or []
+        if expert not in names:
+            raise InputError(choice_error("expert_to_lora: expert", expert, names))
+        expert = names.index(expert)
     most = max([source.num_experts, *source.num_experts_pattern.values()])
     if not 0 <= expert < most:
         raise InputError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
@@ -485,19 +491,12 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     """Read a LoRA adapter and check that it is a plain one."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
-        active = source.active_adapter
+        active = source.active_adapters[0]
         source = source.peft_config[active], get_peft_model_state_dict(source, adapter_name=active)
     config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         raise InputError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
-    for field, (plain, why) in _REFUSED.items():
-        if (value := getattr(config, field, None)) and value != plain:
-            raise InputError(f"lora_to_moe: {name}: {field}={value!r}: {why}")
-    if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
-        raise InputError(
-            f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it fits only a base that this has "
-            "changed; save it for the plain base, with path_initial_model_for_weight_conversion"
-        )
+    _check_plain(config, f"lora_to_moe: {name}")
     state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
@@ -537,6 +536,31 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
                 f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
+
+
+def _check_plain(config: LoraConfig, source: str) -> None:
+    for field, (plain, why) in _REFUSED.items():
+        if (value := getattr(config, field, None)) and value != plain:
+            raise InputError(f"{source}: {field}={value!r}: {why}")
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
+        raise InputError(
+            f"{source}: init_lora_weights={config.init_lora_weights!r}: it fits only a base that this has changed; "
+            "save it for the plain base, with path_initial_model_for_weight_conversion"
+        )
+
+
+def check_only_linears(config: LoraConfig, names: Iterable[str], source: str) -> None:
+    """
+    Raise an `InputError` if a LoRA adapter is more than A and B of linears, which are all that is merged of it.
+
+    Args:
+        names: of its tensors.
+        source: of the adapter, for messages.
+    """
+    _check_plain(config, source)
+    for name in names:
+        if name_in_base(name).partition(".lora_")[2] not in ("A.weight", "B.weight"):
+            raise InputError(f"{source}: {name}: is not a weight of a LoRA on a linear; train LoRAs without it")
 
 
 def _untargeted(config: LoraConfig, modules: Sequence[str], model: nn.Module) -> set[str]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -45,7 +46,8 @@ NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config
 
 def expert_names(model: Any) -> list[str] | None:
     """The names of the experts of the active adapter, or of a native MoE; None if they have none."""
-    names = getattr(getattr(model, "active_peft_config", None), "expert_names", None)
+    active = model.active_adapters if isinstance(model, PeftModel) else []
+    names = next((own for name in active if (own := getattr(model.peft_config[name], "expert_names", None))), None)
     return names or getattr(text_config(model), NAMES_FIELD, None)
 
 

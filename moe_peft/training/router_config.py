@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 from peft import PeftModel
 
 from ..adapter.config import MoELoraConfig
-from ..models.introspection import text_config
-from ..models.layer import RoutedLayer, routed_layers, router_parameters
+from ..adapter.router_outputs import is_installed
+from ..models.introspection import base_model, text_config
+from ..models.layer import AdapterLayer, RoutedLayer, routed_layers, router_parameters
 from ..routing.losses import ROUTER_LOSSES, Scope, coefficient_field
 from ..utils.messages import InputError, choice_error
 from ..utils.settings import NOT_NEGATIVE
@@ -173,7 +174,11 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
     coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
     layers = routed_layers(model)
     if coefficients["aux"] is None:
-        coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
+        adapters = {layer.adapter for layer in layers if isinstance(layer, AdapterLayer)}
+        if adapters and not is_installed(base_model(model)):  # on a MoE, whose coefficient is for its own routers
+            coefficients["aux"] = max(model.peft_config[name].router_aux_loss_coef for name in adapters)
+        else:
+            coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
     if not all(layer.trains_reentrant for layer in layers) and is_reentrant(args) and any(coefficients.values()):
         raise InputError(
             "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "

@@ -263,11 +263,10 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
         # How loads are balanced.
-        k = int(text_config(self.model).num_experts_per_tok)
         scope: Scope = self.args.router_balancing or self._default_balancing
         chosen = counted_experts(self._routers, logits_LTN, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
-        return RouterBatch(logits_LTN, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
+        return RouterBatch(logits_LTN, mask_T, self._ks[0], scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
 
     def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from ..adapter.lora_conversion import check_only_linears
 from ..native.base import Base
 from ..native.folders import DenseFolder, LoraFolder, open_folder
+from ..native.upcycle import check_same_architecture
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
 from ..utils.loading import changed_embeddings, chat_template
@@ -127,13 +129,17 @@ class RunContext:
 
     def check_base(self) -> None:
         """Raise an `InputError` if the base's or given experts' files cannot be read, or not become the MoE."""
-        for name, kind in (("adapters", LoraFolder), ("checkpoints", DenseFolder)):
-            for folder in getattr(self.recipe.prepare, name) or []:
-                open_folder(folder, f"prepare.{name}", kind)
+        section = self.recipe.prepare
+        adapters = [open_folder(path, "prepare.adapters", LoraFolder) for path in section.adapters or []]
+        checkpoints = [open_folder(path, "prepare.checkpoints", DenseFolder) for path in section.checkpoints or []]
         if Path(self.base.name_or_path).is_dir():
             check_weights(Path(self.base.name_or_path), self.base)
         if self.recipe.facts.assembles:
             self.kind.check_base()
+        for adapter in adapters:
+            check_only_linears(adapter.config, adapter.tensors, f"prepare.adapters={adapter.path!r}")
+        for checkpoint in checkpoints:
+            check_same_architecture(checkpoint, checkpoints[0])
 
 
 def most_positions(base: Base) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig
 
-from ..adapter.lora_conversion import lora_scalings
+from ..adapter.lora_conversion import check_only_linears, lora_scalings
 from ..native.families import find_families
 from ..native.folders import LoraFolder, open_folder
 from ..native.model_folder import NOT_WEIGHTS
@@ -83,6 +83,9 @@ def expand_experts(
     folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
+    for folder, state in zip(experts, weights, strict=True):
+        own = open_folder(folder, "expand_experts", LoraFolder).config
+        check_only_linears(own, state, f"expand_experts: {folder}")
     family, descents = expand(
         weights,
         num_experts,

@@ -60,6 +60,7 @@ FROM_EXPERTS = frozenset(EXPERT_FIELDS)  # what `lora_to_moe` reads off the LoRA
 _ADAPTER = {
     **{field.name: "PEFT sets this" for field in fields(PeftConfig)},
     "num_experts": "set the recipe's num_experts",
+    "base_expert": "a recipe's experts are all trained; `moe-peft mix --neutral` makes the base one of them",
     **dict.fromkeys(
         (
             "target_modules",

@@ -342,7 +342,9 @@ def _perplexities(
 ) -> torch.Tensor:
     """Each expert's perplexity on each example, [S, n]; kept in `state`, as others would make other buckets."""
     path = state / "perplexity.safetensors"
-    digest = hashlib.sha256(json.dumps([list(data["input_ids"]), [str(e) for e in experts]]).encode()).hexdigest()
+    files = sorted(path for expert in experts for path in expert.glob("*.safetensors"))
+    versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(json.dumps([list(data["input_ids"]), versions]).encode()).hexdigest()
     if path.is_file():
         with safe_open(path, framework="pt") as file:
             if file.metadata() == {"examples": digest}:

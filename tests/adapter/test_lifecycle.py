@@ -1082,3 +1082,16 @@ def test_an_alpha_that_is_left_out_is_twice_the_active_rank(use_rslora, tmp_path
     assert saved.expert_spec("mlp").scaling == near(6) and saved.alpha_pattern.keys() == {
         "v_proj", "q_proj", "k_proj"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["top_k_pattern", "alpha_pattern", "rank_pattern", "num_experts_pattern"])
+def test_of_patterns_that_overlap_the_first_counts_after_loading_too(name, tmp_path):
+    config = MoELoraConfig(**{name: {r"layers\.0\.mlp": 5, ".*mlp": 3}}, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config).eval()
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, again(IDS).logits)
+    specs = [m.moe_lora_spec["default"] for m in again.modules() if isinstance(m, MoELoraLayer)]
+    field = {"alpha_pattern": "lora_alpha", "rank_pattern": "r"}.get(name, name.removesuffix("_pattern"))
+    assert [getattr(spec, field) for spec in specs] == [5, 3]

@@ -342,3 +342,39 @@ def test_the_mean_is_pefts_and_its_scaling_is_exact(tmp_path):
 def test_a_mean_of_all_leaves_nothing_to_route():
     with pytest.raises(ValueError, match="attention='mean': no adapter updates an FFN"):
         lora_to_moe(tiny_llama(), [lora(0, targets=["q_proj"]), lora(1, targets=["v_proj"])], attention="mean")
+
+
+def test_an_expert_that_serves_always_beside_a_mean_of_attention():
+    sources = [lora(i, targets=[*FFN, "q_proj"]) for i in range(2)]
+    moe = lora_to_moe(tiny_llama(), sources, attention="mean", always=lora(2)).eval()
+    for expert, source in enumerate(sources):  # the expert, the one that serves always, and the mean on q_proj
+        base = {name: weight.double() for name, weight in tiny_llama().state_dict().items()}
+        for name in [name.removesuffix(".weight") for name in base if name.endswith("_proj.weight")]:
+            found = {"q_proj": [(s, 0.5) for s in sources]}.get(name.rsplit(".", 1)[1], [(source, 1), (lora(2), 1)])
+            for model, share in found:
+                layer = model.get_base_model().get_submodule(name)
+                if hasattr(layer, "lora_A"):
+                    base[f"{name}.weight"] += share * layer.get_delta_weight("default").double()
+        merged = tiny_llama().double().eval()
+        merged.load_state_dict(base)
+        with torch.no_grad(), force_experts(moe, expert):
+            assert_near(moe(IDS).logits, merged(IDS).logits)
+
+
+def test_an_expert_by_its_name_and_of_the_adapter_that_runs():
+    model = get_peft_model(
+        tiny_llama(), MoELoraConfig(num_experts=2, top_k=1, expert_names=["law", "math"], task_type="CAUSAL_LM")
+    )
+    model.add_adapter("b", MoELoraConfig(num_experts=2, top_k=1, expert_names=["math", "law"], task_type="CAUSAL_LM"))
+    for p in model.parameters():
+        if p.requires_grad or p.dim() == 3:
+            torch.nn.init.normal_(p)
+    model.base_model.set_adapter("b")  # PeftModel's own record of the active adapter stays behind
+    named, second = expert_to_lora(model, "law")[1], expert_to_lora(model, 1, adapter_name="b")[1]
+    assert named.keys() == second.keys() and all(torch.equal(named[key], second[key]) for key in named)
+    with torch.no_grad(), force_experts(model, "law"):
+        forced = model(IDS).logits
+    with torch.no_grad(), force_experts(model, 1):
+        assert torch.equal(forced, model(IDS).logits)
+    with pytest.raises(ValueError, match="expert='art': must be one of math, law"):
+        expert_to_lora(model, "art")

@@ -635,3 +635,9 @@ def test_arguments_count_however_they_are_passed(return_dict):
     for loss in losses[1:]:
         assert_near(loss, losses[0])
     assert (unmasked - losses[0]).abs() > 1e-4
+
+
+def test_an_adapter_may_be_called_experts():
+    model = get_peft_model(tiny_llama(), MoELoraConfig(task_type="CAUSAL_LM"), adapter_name="experts")
+    ids = torch.arange(3, 13).view(1, -1)
+    assert model(ids, labels=ids).aux_loss > 0 and model.config.num_experts == 8

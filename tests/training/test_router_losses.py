@@ -290,3 +290,17 @@ def test_with_one_active_expert_a_native_gate_warns_and_its_replacement_learns(t
     make_sft_trainer(tmp_path / "routed", tokenizer, model)
     assert "num_experts_per_tok=1" not in caplog.text
     assert min(gradients()) > 1e-4
+
+
+def test_an_adapter_on_a_moe_is_balanced_by_its_own_coefficient_and_top_k(tokenizer, tmp_path):
+    config = MoELoraConfig(num_experts=4, top_k=1, target_modules=["q_proj"], router_aux_loss_coef=0)
+    trainer = MoEDPOTrainer(
+        model=get_peft_model(make_model("dpo", native=True), config),
+        args=arguments(tmp_path, MoEDPOConfig, max_steps=1, logging_steps=1),
+        train_dataset=preferences("dpo"),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert trainer._coefficients["aux"] == 0
+    # the balancing loss of k even loads is k; the base has k = 2
+    assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(1, abs=0.2)

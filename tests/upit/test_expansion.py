@@ -16,6 +16,7 @@ from peft.utils import load_peft_weights
 from moe_peft.upit import expand_experts
 from moe_peft.upit.expand import expand_checkpoints
 from moe_peft.upit.expansion import dare_merge, expand, update_inner, values_inner
+from moe_peft.upit.lora_experts import LoraExperts
 from moe_peft.utils.expert_likeness import similarities, update_gram, value_gram
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
@@ -303,3 +304,21 @@ def test_updates_are_compared_as_they_are_added_to_the_base(use_rslora, tmp_path
     states = [load_peft_weights(str(folder), device="cpu") for folder in folders]
     alike = expand(states, 4)[1][0].similarity
     assert alike != pytest.approx(descents[0].similarity, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True: DoRA rescales"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight: is not a weight of a LoRA on a linear"),
+        ({"trainable_token_indices": [5]}, "trainable_tokens_delta: is not a weight"),
+    ],
+)
+def test_what_is_more_than_loras_of_linears_is_not_merged(own, message, tmp_path):
+    config = LoraConfig(r=2, target_modules=["up_proj"], task_type="CAUSAL_LM", **own)
+    for name in ("one", "two"):
+        get_peft_model(tiny_llama(layers=1, hidden=16), copy.deepcopy(config)).save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match=f"one: .*{message}"):
+        expand_experts([tmp_path / "one", tmp_path / "two"], output_dir=tmp_path / "more", num_experts=3)
+    with pytest.raises(ValueError, match=f"one: .*{message}"):
+        LoraExperts.mean(None, [tmp_path / "one", tmp_path / "two"], tmp_path / "mean")

@@ -65,6 +65,7 @@ def recipe(**settings):
         ),
         ({"adapter": {"r": 0}}, "r=0"),
         ({"adapter": {"top_k": 9}}, "top_k=9"),
+        ({"adapter": {"base_expert": True}}, "adapter.base_expert: a recipe's experts are all trained"),
         ({"method": "mola"}, "method='mola': must be one of lora, loramoe_pt, loramoe_sft, upit, self_moe, pesc, mean"),
         ({"num_experts": "many"}, "num_experts='many': must be a valid integer"),
         ({"num_experts": 1}, "num_experts=1: must be at least 2"),

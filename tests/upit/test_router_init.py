@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from pathlib import Path
 
 import pytest
@@ -396,3 +397,14 @@ def test_linears_beside_the_ffns_have_vectors_too(tokenizer, tmp_path):
     routed = run(folders, tokenizer, tmp_path / "out", buckets="random", num_train_epochs=1)
     assert [tuple(router.shape) for router in routed.routers] == [(2, 64)] * 4  # q_proj and mlp of two layers
     assert len(weights(routed.experts[1])) == 4 and len(weights(routed.experts[0])) == 8
+
+
+def test_experts_that_were_trained_again_are_scored_again(experts, tokenizer, tmp_path):
+    folders = [tmp_path / str(i) for i in range(2)]
+    for source, folder in zip(experts, folders, strict=False):
+        shutil.copytree(source, folder)
+    settings = {"gates": "prompts", "args": arguments(tmp_path)}
+    before = run(folders, tokenizer, tmp_path / "out", **settings).perplexity
+    shutil.copytree(experts[2], folders[0], dirs_exist_ok=True)
+    after = run(folders, tokenizer, tmp_path / "out", **settings).perplexity
+    assert not torch.equal(before[:, 0], after[:, 0]) and torch.equal(before[:, 1], after[:, 1])

@@ -10,6 +10,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.lora_experts import LoraExperts
 from moe_peft.upit.plan import plan
 from tests.helpers.close import assert_near
@@ -67,3 +68,13 @@ def test_of_dense_models_it_is_the_mean_of_all_weights(tokenizer, tmp_path):
     for name in own[0]:
         assert_near(found[name], (own[0][name] + own[1][name]) / 2)
     assert AutoTokenizer.from_pretrained(pipeline.result).get_vocab() == tokenizer.get_vocab()
+
+
+def test_models_of_unlike_architectures_have_no_mean(tokenizer, tmp_path):
+    case = make_ffn_case(tmp_path, tokenizer, method="mean", num_experts=2)
+    tiny_llama(vocab=128, rms_norm_eps=0.1).save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    checkpoints = [case["model"]["name_or_path"], str(tmp_path / "other")]
+    recipe = {**case, "output_dir": str(tmp_path / "out"), "prepare": {"checkpoints": checkpoints}}
+    with pytest.raises(ValueError, match=r"other has a different architecture from .*rms_norm_eps=0.1"):
+        UpIT(recipe_from_dict(recipe)).check()

@@ -48,6 +48,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_get_base_layer_device_and_dtype",
         "_move_adapter_to_device_of_base_layer",
     ),
+    # A module's own parameters without its `getattr`, in `adapter.experts.lora`.
+    "torch.nn.Module": ("_parameters",),
     # ZeRO-3's config, taken away in `utils.loading` where models without weights are made.
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     # Which modules of a native MoE are routers, read in `models.introspection` and `adapter.base_model`.

@@ -55,6 +55,7 @@ def test_the_name_is_still_where_we_use_it(path, name):
         pytest.importorskip("liger_kernel.transformers", reason="needs Triton", exc_type=ImportError)
     owner = place(path)
     fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+    fields |= set(getattr(owner, "__annotations__", ()))
     bases = [b for b in getattr(owner, "__mro__", ()) if b.__module__.partition(".")[0] in PACKAGES]
     of_instances = any(f"self.{name}" in source(base) for base in bases)
     assert hasattr(owner, name) or name in fields or of_instances, f"{path}.{name} has moved"

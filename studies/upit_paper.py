@@ -380,13 +380,15 @@ def report(ledger: Ledger) -> str:
         if of_seed:
             runs[method] = of_seed
     tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(tuning(records).items()))
+    quarter = ledger.path.stem.endswith("quarter")
+    command = "report --fraction 0.25" if quarter else "report"
     lines = [
-        "# UpIT as its paper has it",
+        "# UpIT as its paper has it" + ", with a quarter of the rows" * quarter,
         "",
-        "`python -m studies.upit_paper report` writes this page; the script's head says what was fixed before its first"
-        " run. SmolLM2-135M-Instruct; means over tasks and seeds. Right answers in per cent; *routing*: the share of a"
-        " task's tokens that go to other experts than the average task's; *moved*: by how much of their length stage 3"
-        " moved the routing vectors; seconds of training after stage 1, with several runs at a time.",
+        f"`python -m studies.upit_paper {command}` writes this page; the script's head says what was fixed before its"
+        " first run. SmolLM2-135M-Instruct; means over tasks and seeds. Right answers in per cent; *routing*: the share"
+        " of a task's tokens that go to other experts than the average task's; *moved*: by how much of their length"
+        " stage 3 moved the routing vectors; seconds of training after stage 1, with several runs at a time.",
         "",
         f"The LoRA's loss on development rows, by rate: {tried}.",
         "",
@@ -400,14 +402,17 @@ def report(ledger: Ledger) -> str:
         for key in ("routing", "vectors_moved"):
             cells.append(f"{np.mean([run[key] for run in made]):.1%}" if key in made[0] else "")
         lines.append(f"| {' | '.join(cells)} | {np.mean([run['seconds'] for run in made]):.0f} |")
-    lines += ["", "Differences, paired over seeds, with 95 % t intervals; of right answers in points.", ""]
+    lines += ["", "Differences, with 95 % t intervals over seeds if there are several; of right answers in points.", ""]
     lines += [f"| A − B | seeds | {' | '.join(MEASURES)} |", f"|{'---|' * (2 + len(MEASURES))}"]
     for a, b in CONTRASTS:
         seeds = sorted(runs.get(a, {}).keys() & runs.get(b, {}).keys())
-        if len(seeds) > 1:
+        if seeds:
             cells = [f"{a} − {b}", str(len(seeds))]
             for name in MEASURES:
                 pairs = [[values(runs[method][seed])[name] for seed in seeds] for method in (a, b)]
+                if len(seeds) == 1:
+                    cells.append(_form(name, "+").format(pairs[0][0] - pairs[1][0]))
+                    continue
                 mean, *interval = (_form(name, "+").format(value) for value in paired_difference(*pairs))
                 cells.append(f"{mean} [{', '.join(interval)}]")
             lines.append(f"| {' | '.join(cells)} |")

@@ -190,3 +190,26 @@ def test_how_requests_are_told_apart():
         f"and {reached('many', 'more'):.0f} to {reached('many', 'general'):.0f} % of general requests reach the base"
     ) in text("docs/combine.md")
     assert "a linear gate, which had {:.0f} and {:.0f} % there".format(*linear) in text("docs/combine.md")
+
+
+def test_upit_as_its_paper_has_it():
+    runs = {run["method"]: run for run in records("studies/results/upit_paper_quarter.jsonl") if run["rate"] == 6e-4}
+    upit, frozen, mean, lora = (
+        runs[way] for way in ("upit 8", "upit 8, random routers", "mean, trained on", "lora, decay")
+    )
+    losses = [sum(loss for loss, _ in run["test"].values()) / len(run["test"]) for run in (upit, frozen, mean, lora)]
+    page = text("docs/studies.md")
+    assert (
+        "its loss was {:.3f}, with random routers {:.3f}, of the mean trained on {:.3f}, of a LoRA whose rate decays "
+        "{:.3f}"
+    ).format(*losses) in page
+    shares = [100 * run["routing"] for run in (upit, frozen)]
+    assert (
+        "{:.0f} % of a task's tokens go to other experts than the average task's, {:.0f} % with".format(*shares) in page
+    )
+    loss, right = zip(*[zip(*run["untrained"].values(), strict=True) for run in (upit, lora)], strict=True)
+    assert "the lowest, {:.3f} against LoRA's {:.3f}".format(*(sum(of) / len(of) for of in loss)) in page
+    assert (
+        "It chose {:.0f} % of 210 answers right, LoRA {:.0f} %".format(*(100 * sum(of) / len(of) for of in right))
+        in page
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from ..routing.expert_map import label_text
 from ..training.data import check_domains, check_learnable, check_rows, load_data
 from ..training.preparation import preparation, tokenized
 from ..training.scoring import Collator
+
+logger = logging.getLogger("moe_peft")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ def load_rows(
     args = preparation(max_length)
     rows, collator = tokenized(dataset, tokenizer, args)
     check_learnable(f"--data {data!r}", rows, args)
+    if len(rows) < len(dataset):
+        logger.warning(
+            "--data %r: %d of %d rows are left out: their answers begin after --max-length=%d tokens",
+            data, len(dataset) - len(rows), len(dataset), max_length,
+        )  # fmt: skip
     domains = [label_text(label) for label in rows[label_column]] if label_column else []
     return Rows(rows, domains, collator, batch_size)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jinja2 import TemplateError
@@ -22,7 +22,7 @@ from ..analysis.routes import Routes, record_routes
 from ..models.introspection import base_model, expert_names, text_config
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts, serve_alone
-from ..utils.messages import InputError, one_line
+from ..utils.messages import InputError, choice_error, one_line
 
 Kind = Literal["auto", "picked", "expert", "forbid", "base"]
 
@@ -165,6 +165,8 @@ class Conversation:
 
     def ask_again(self) -> Iterator[str]:
         """The last question, asked again under the current steering; the new answer replaces the last one."""
+        if not self.answers:
+            raise InputError("there is no question yet")
         return self._answer(self.answers[-1].question, self.answers[:-1])
 
     def stop(self) -> None:
@@ -211,6 +213,8 @@ class Conversation:
         """
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts
+        if kind not in get_args(Kind):
+            raise InputError(choice_error("kind", kind, get_args(Kind)))
         if kind in ("expert", "forbid") and not self.experts:
             raise InputError("the model has no router: every token takes the same path")
         if (kind == "expert" and len(given) != 1) or (kind == "forbid" and not given):

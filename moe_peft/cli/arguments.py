@@ -274,6 +274,8 @@ class TrainingParser(GroupedParser, TrlParser):
                     raise InputError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
                 if self.actions[key].nargs == "+" and isinstance(value, str):
                     settings[key] = [value]
+                if str(key).endswith("_strategy") and value is False:  # what YAML makes of no
+                    settings[key] = "no"
             for kind in self.kinds:
                 names = {f.name for f in dataclasses.fields(kind)} & settings.keys() - {"stages"}
                 check_fields(kind, {name: settings[name] for name in names})

@@ -28,7 +28,7 @@ from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
 from ..utils.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, adapter_weights, chat_template, without_zero3
 from ..utils.messages import InputError, one_line, refused_settings
-from ..utils.model_card import write_model_card
+from ..utils.model_card import card_facts, write_model_card
 from .arguments import Options, training_stages
 
 
@@ -118,7 +118,7 @@ def _train(
 ) -> None:  # fmt: skip
     (model, config), tokenizer = _load_model(options), options.tokenizer
     start = {} if options.run.adapter is None else {"adapter": hash_file(Path(options.run.adapter, ADAPTER_WEIGHTS))}
-    facts: list[str] = []
+    facts = [] if options.run.adapter is None else card_facts(options.run.adapter).get("training", [])
     for path, args in stages.items():
         PartialState().print(f"{f'{path}: ' if path else ''}learning_rate={args.learning_rate:g}", flush=True)
         set_seed(args.seed)  # of the adapter's initial values

@@ -90,17 +90,25 @@ def load_data(
     # There must be rows, in one of the formats, with labels if those are read.
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise InputError(f"{field}={source!r}: no examples; name a split that has some")
-    is_alpaca = formats is SUPERVISED and {*dataset.column_names} >= {"instruction", "output"}
-    if not any(columns <= set(dataset.column_names) for columns in formats) and not is_alpaca:
+    names = set(dataset.column_names)
+    is_alpaca = formats is SUPERVISED and names >= {"instruction", "output"}  # perhaps with both as one text, too
+    is_alpaca = is_alpaca and not any(columns <= names for columns in formats if columns != {"text"})
+    if not any(columns <= names for columns in formats) and not is_alpaca:
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise InputError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     check_has_labels(dataset, label_column, field)
     # As TRL does later, but checks and plans read rows before.
-    if not any(columns <= set(dataset.column_names) for columns in formats):
-        removed = sorted(_ALPACA & {*dataset.column_names})
+    if is_alpaca:
+        removed = sorted((_ALPACA & names) - {label_column})
         return dataset.map(_from_alpaca, remove_columns=removed, desc="Converting to prompts and completions")
-    if _to_messages(copy.deepcopy(dataset[0])) != dataset[0]:
-        removed = [name for name in ("conversations",) if name in dataset.column_names]
+    if formats is SUPERVISED and "prompt" in names and "completion" not in names:  # TRL would look for a completion
+        dataset = dataset.remove_columns("prompt")
+    if formats is PREFERENCES and "prompt" not in names and isinstance(dataset[0]["chosen"], str):
+        for question in {"question", "instruction"} & names:
+            raise InputError(f"{field}={source!r}: column {question!r}: is not read; rename it to prompt")
+    has_system = "system" in names and not names.isdisjoint({"messages", "conversations"})
+    if has_system or _to_messages(copy.deepcopy(dataset[0])) != dataset[0]:
+        removed = sorted({"conversations", *({"system"} if has_system else ())} & names - {label_column})
         dataset = dataset.map(_to_messages, remove_columns=removed, desc="Converting to messages")
     return dataset
 
@@ -121,6 +129,9 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
     """Turn a row with `from` and `value`, as in ShareGPT, or a column `conversations` into one with messages."""
     row = maybe_convert_to_chatml(row)
+    messages, system = row.get("messages"), row.get("system")
+    if system and isinstance(messages, list) and messages and messages[0].get("role") != "system":
+        row["messages"] = [{"role": "system", "content": system}, *messages]
     for cell in row.values():
         for message in cell if isinstance(cell, list) else ():
             if isinstance(message, dict) and message.get("role") in _SHAREGPT_ROLES:
@@ -128,17 +139,21 @@ def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-_ALPACA = {"instruction", "input", "output", "system", "history"}
+_ALPACA = {"instruction", "input", "output", "system", "history", "text"}
 
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     """A row as in Alpaca, perhaps with LLaMA-Factory's `system` and `history`, as a prompt and its completion."""
-    request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
-    turns = [("system", row.get("system")), *((role, text) for pair in row.get("history") or ()
-             for role, text in zip(("user", "assistant"), pair, strict=True)), ("user", request)]  # fmt: skip
+    turns = [("system", row.get("system"))]
+    for pair in row.get("history") or ():
+        if len(pair) != 2 or None in pair:
+            raise InputError(f"history: {one_line(repr(pair), 60)}: must be a request and its answer")
+        turns += zip(("user", "assistant"), pair, strict=True)
+    parts = [row["instruction"], row.get("input")]
+    turns.append(("user", "\n\n".join(str(part) for part in parts if part not in (None, ""))))
     return {
         "prompt": [{"role": role, "content": text} for role, text in turns if text],
-        "completion": [{"role": "assistant", "content": row["output"]}],
+        "completion": [{"role": "assistant", "content": "" if row["output"] is None else str(row["output"])}],
     }
 
 

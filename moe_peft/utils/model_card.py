@@ -171,10 +171,15 @@ def write_model_card(
     return path
 
 
+def card_facts(folder: str | os.PathLike) -> dict[str, list[str]]:
+    """What a folder's card says about `training`, …; nothing if it is not one of ours."""
+    card = load_card(Path(folder) / "README.md")
+    return _facts(None if card is None else _MARK.match(card.text))
+
+
 def is_untrained_mixture(folder: str | os.PathLike) -> bool:
     """Whether a folder's card says that `moe-peft mix` made it, and knows of no training since then."""
-    card = load_card(Path(folder) / "README.md")
-    facts = _facts(None if card is None else _MARK.match(card.text))
+    facts = card_facts(folder)
     return not facts.get("training") and any("`moe-peft mix`" in line for line in facts.get("made", []))
 
 

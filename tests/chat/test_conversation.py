@@ -400,3 +400,11 @@ def test_a_question_is_answered_by_the_expert_that_is_picked_for_it_or_by_the_ba
     assert conversation.answers[-1].steering == "auto" and len(asked) == 2
     with pytest.raises(ValueError, match="picked: the model comes without a gate for requests"):
         Conversation(model, tokenizer).steer("picked")
+
+
+def test_what_is_asked_of_a_conversation_in_another_way_is_refused(folder):
+    conversation = Conversation(load("output", folder), AutoTokenizer.from_pretrained(folder))
+    with pytest.raises(ValueError, match="kind='force': must be one of auto, picked, expert, forbid, base"):
+        conversation.steer("force", 1)
+    with pytest.raises(ValueError, match="there is no question yet"):
+        conversation.ask_again()

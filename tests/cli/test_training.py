@@ -680,6 +680,7 @@ def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
 
 def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
     text = yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")})
+    text += "\neval_strategy: no"  # which YAML reads as false
     (tmp_path / "run.yaml").write_text(text + "\nstages: {rest: {learning_rate: 1e-3, fp16: true}}\n")
     options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml")])
     assert options.run.stages == {"rest": {"learning_rate": 1e-3, "fp16": True}}
@@ -993,6 +994,8 @@ def test_an_adapter_is_trained_further_as_in_python(further, case, tokenizer, tm
     config = PeftConfig.from_pretrained(out)
     assert (config.num_experts, config.router_aux_loss_coef) == (6, 0.02)
     assert config.base_model_name_or_path == case["model_name_or_path"]
+    trainings = [(folder / "README.md").read_text().count("\n- `MoESFTTrainer`") for folder in (first, out)]
+    assert trainings == [1, 2]
 
 
 def test_further_training_resumes_and_knows_its_adapter(further, tmp_path, capsys):

@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from moe_peft.training.data import check_marks, load_data
+from moe_peft.training.data import PREFERENCES, check_marks, load_data
 
 DATES = ["1987-04-11", "2024-12-01", "1999-01-31"]
 
@@ -43,3 +43,36 @@ def test_a_template_without_marks_names_the_remedy(tokenizer: PreTrainedTokenize
     check_marks(
         "", data, tokenizer, "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     )
+
+
+def loaded(tmp_path, *rows, **more):
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    return load_data(str(tmp_path / "rows.json"), "dataset_name", None, **more).to_list()
+
+
+def test_rows_with_more_columns_than_their_format_has(tmp_path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    system = {"role": "system", "content": "Be kind."}
+    # Alpaca's rows with both parts as one text, too; numbers, as a CSV file has them
+    (row,) = loaded(tmp_path, {"instruction": "Add one.", "input": 2, "output": 3, "text": "### Instruction: …"})
+    assert row == {
+        "prompt": [{"role": "user", "content": "Add one.\n\n2"}],
+        "completion": [{"role": "assistant", "content": "3"}],
+    }
+    # a prompt that repeats the first message, and a system prompt in a column of its own
+    rows = loaded(
+        tmp_path,
+        {"prompt": "hi", "system": "", "messages": messages},
+        {"prompt": "hi", "system": "Be kind.", "messages": messages},
+    )
+    assert rows == [{"messages": messages}, {"messages": [system, *messages]}]
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    assert loaded(tmp_path, {"system": "Be kind.", "conversations": turns}) == [{"messages": [system, *messages]}]
+
+
+def test_a_question_that_would_not_be_read_is_refused(tmp_path):
+    pair = {"question": "2 + 2?", "chosen": "4", "rejected": "5"}
+    with pytest.raises(ValueError, match="column 'question': is not read; rename it to prompt"):
+        loaded(tmp_path, pair, formats=PREFERENCES)
+    with pytest.raises(ValueError, match=r"history: \['hi', None\]: must be a request and its answer"):
+        loaded(tmp_path, {"instruction": "a", "output": "b", "history": [["hi", None]]})

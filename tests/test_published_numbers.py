@@ -74,6 +74,22 @@ def test_where_vllms_time_goes():
     ) in text("docs/serving.md")
 
 
+def test_speed_on_a_cpu_and_of_other_packages():
+    def cells(page, columns):
+        rows = re.findall(r"^\| (.+) \|$", (ROOT / page).read_text(), re.M)
+        return {tuple(row[:columns]): row[columns:] for row in (re.split(r" \|(?: |$)", row) for row in rows)}
+
+    page, all_numbers = cells("docs/speed.md", 2), cells("docs/results/speed.md", 3)
+    for hidden, experts in (("256", "8"), ("768", "8"), ("256", "64")):
+        measured = [all_numbers[hidden, experts, task] for task in ("training step", "prefill", "decode")]
+        assert page[hidden, experts] == ["; ".join(cell.split()[0] for cell in row[:2]) for row in measured]
+    names = {"output": "ours, `output`", "projection": "ours, `projection`", "X-LoRA": "X-LoRA (PEFT)",
+             "MixLoRA": "MixLoRA (`mixlora` 0.2.3)"}  # fmt: skip
+    for (hidden, method), row in cells("benchmarks/results/peers.md", 2).items():
+        if method in names:
+            assert page[hidden, names[method]] == [cell.split()[0] for cell in row]
+
+
 def test_generation_by_a_compiled_pass():
     page = (ROOT / "benchmarks/results/generate.md").read_text()
     measured = dict(re.findall(r"^\| (\w+, [a-z ]+) \| ([\d.]+) \|", page, re.M))

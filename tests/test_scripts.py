@@ -347,6 +347,7 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
         tenants,
         upcycling,
         upit,
+        upit_paper,
     )  # fmt: skip
     from studies.runs import Ledger
 
@@ -369,8 +370,10 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     for study in (changing_tasks, choices, requests, scale, tenants):
         name = study.__name__.rpartition(".")[2]
         (tmp_path / f"{name}.md").write_text(study.report(Ledger(results / f"{name}.jsonl")))
+    quarter = upit_paper.report(Ledger(results / "upit_paper_quarter.jsonl"))
+    (tmp_path / "upit_paper_quarter.md").write_text(quarter)
     (tmp_path / "schedule.md").write_text(schedule.report(study_of_schedule(results / "schedule")))
     pages = list(tmp_path.glob("*.md"))
-    assert len(pages) == len(names) + 7
+    assert len(pages) == len(names) + 8
     for path in pages:
         assert path.read_text() == (results / path.name).read_text(), path.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import Field, InitVar, dataclass, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from peft import PeftConfig, PeftType
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
+from ..utils.io import read_json, write_json
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_settings, setting
@@ -336,9 +336,9 @@ class MoELoraConfig(PeftConfig):
         super().save_pretrained(save_directory, **kwargs)
         # PEFT sorts the keys of the patterns, of which the first that fits counts.
         path = Path(save_directory, CONFIG_NAME)
-        saved = json.loads(path.read_text("utf-8"))
-        saved |= {name: value for name in saved if isinstance(value := getattr(self, name, None), dict)}
-        path.write_text(json.dumps(saved, indent=2), "utf-8")
+        saved = read_json(path)
+        in_order = {name: value for name in saved if isinstance(value := getattr(self, name, None), dict)}
+        write_json(path, saved | in_order)
         if any(Path(save_directory, name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             write_model_card(save_directory)
 

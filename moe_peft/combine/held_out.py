@@ -150,7 +150,7 @@ def score(
     lengths = [len(ids) for ids in parts.rows["input_ids"]]
     order, labels = sorted(range(len(lengths)), key=lengths.__getitem__), parts.labels
     groups = [order]
-    by_expert = experts is not None and bool(averaged_linears(model, model.active_adapter))
+    by_expert = experts is not None and bool(averaged_linears(model, model.active_adapters[0]))
     if experts is not None and by_expert:  # averaged linears have one expert's part at a time
         groups = [[row for row in order if experts[row] == expert] for expert in dict.fromkeys(experts)]
     answers, scored = [], []

@@ -170,7 +170,7 @@ def serve_alone(model: Any, expert: Expert | None) -> Iterator[None]:
     Args:
         model: with a MoE-LoRA adapter.
     """
-    name, before = model.active_adapter, {}
+    name, before = model.active_adapters[0], {}
     config = model.peft_config[name]
     part = slice(0, 0)
     if expert is not None:

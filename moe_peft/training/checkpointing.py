@@ -80,7 +80,7 @@ class Fingerprint:
         facts = {
             "trainer": type(trainer).__name__,
             **{name: getattr(args, name) for name in sorted(names)},
-            **(_adapter_facts(model.peft_config[model.active_adapter]) if isinstance(model, PeftModel) else {}),
+            **(_adapter_facts(model.peft_config[model.active_adapters[0]]) if isinstance(model, PeftModel) else {}),
             "processes": args.world_size,
             "rows": len(data),
             "data": _digest([data[i] for i in sample]),

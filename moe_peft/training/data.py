@@ -91,9 +91,10 @@ def load_data(
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise InputError(f"{field}={source!r}: no examples; name a split that has some")
     names = set(dataset.column_names)
-    is_alpaca = formats is SUPERVISED and names >= {"instruction", "output"}  # perhaps with both as one text, too
-    is_alpaca = is_alpaca and not any(columns <= names for columns in formats if columns != {"text"})
-    if not any(columns <= names for columns in formats) and not is_alpaca:
+    found = [columns for columns in formats if columns <= names]
+    # Alpaca's files may have instruction and output as one text, too.
+    is_alpaca = formats is SUPERVISED and names >= {"instruction", "output"} and found in ([], [{"text"}])
+    if not found and not is_alpaca:
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise InputError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     check_has_labels(dataset, label_column, field)
@@ -103,9 +104,9 @@ def load_data(
         return dataset.map(_from_alpaca, remove_columns=removed, desc="Converting to prompts and completions")
     if formats is SUPERVISED and "prompt" in names and "completion" not in names:  # TRL would look for a completion
         dataset = dataset.remove_columns("prompt")
-    if formats is PREFERENCES and "prompt" not in names and isinstance(dataset[0]["chosen"], str):
-        for question in {"question", "instruction"} & names:
-            raise InputError(f"{field}={source!r}: column {question!r}: is not read; rename it to prompt")
+    unread = {"question", "instruction"} & names
+    if formats is PREFERENCES and unread and "prompt" not in names and isinstance(dataset[0]["chosen"], str):
+        raise InputError(f"{field}={source!r}: column {min(unread)!r}: is not read; rename it to prompt")
     has_system = "system" in names and not names.isdisjoint({"messages", "conversations"})
     if has_system or _to_messages(copy.deepcopy(dataset[0])) != dataset[0]:
         removed = sorted({"conversations", *({"system"} if has_system else ())} & names - {label_column})

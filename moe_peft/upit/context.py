@@ -134,11 +134,11 @@ class RunContext:
         checkpoints = [open_folder(path, "prepare.checkpoints", DenseFolder) for path in section.checkpoints or []]
         if Path(self.base.name_or_path).is_dir():
             check_weights(Path(self.base.name_or_path), self.base)
-        if self.recipe.facts.assembles:
-            self.kind.check_base()
         for adapter in adapters:
-            check_only_linears(adapter.config, adapter.tensors, f"prepare.adapters={adapter.path!r}")
-        for checkpoint in checkpoints:
+            check_only_linears(adapter.config, adapter.tensors, str(adapter))
+        if self.recipe.facts.assembles:
+            return self.kind.check_base()
+        for checkpoint in checkpoints[1:]:
             check_same_architecture(checkpoint, checkpoints[0])
 
 

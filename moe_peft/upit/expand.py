@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import AutoConfig
 
 from ..adapter.lora_conversion import check_only_linears, lora_scalings
@@ -18,7 +17,6 @@ from ..native.families import find_families
 from ..native.folders import LoraFolder, open_folder
 from ..native.model_folder import NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 from .expansion import Descent, Expansion, Similarity, dare_tensor, expand
 from .files import copy_adapter, expert_folders, link_model, mean_weight, write_adapter
@@ -81,11 +79,9 @@ def expand_experts(
     ```
     """
     folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
-    config = _common_config(experts)
-    weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
-    for folder, state in zip(experts, weights, strict=True):
-        own = open_folder(folder, "expand_experts", LoraFolder).config
-        check_only_linears(own, state, f"expand_experts: {folder}")
+    adapters = [open_folder(folder, "expand_experts", LoraFolder) for folder in experts]
+    _check_alike(adapters)
+    weights = [adapter.tensors for adapter in adapters]
     family, descents = expand(
         weights,
         num_experts,
@@ -93,7 +89,7 @@ def expand_experts(
         similarity=similarity,
         drop_rate=drop_rate,
         seed=seed,
-        scaling=lora_scalings(config, weights[0]),
+        scaling=lora_scalings(adapters[0].config, weights[0]),
     )
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
         if i < len(experts):
@@ -103,17 +99,14 @@ def expand_experts(
     return folders, descents
 
 
-def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
-    """The first adapter's, with which the others agree in what an update is."""
-    configs = [open_folder(folder, "expand_experts", LoraFolder).config for folder in folders]
-    for folder, config in zip(folders, configs, strict=True):
+def _check_alike(adapters: Sequence[LoraFolder]) -> None:
+    """Raise an `InputError` if adapters are more than LoRAs of linears, or differ in what an update is."""
+    for adapter in adapters:
+        check_only_linears(adapter.config, adapter.tensors, str(adapter))
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-            first, value = getattr(configs[0], field), getattr(config, field)
+            first, value = getattr(adapters[0].config, field), getattr(adapter.config, field)
             if value != first:
-                raise InputError(
-                    f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; they must agree"
-                )
-    return configs[0]
+                raise InputError(f"{adapter}: {field}={value!r}, but {adapters[0].path} has {first!r}; they must agree")
 
 
 # --- dense checkpoints -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from trl import SFTConfig
 from ..adapter.base_model import find_ffns
 from ..adapter.config import MoELoraConfig, usual_alpha
 from ..adapter.ffn_layout import find_layout
-from ..adapter.lora_conversion import check_only_linears, determined_fields, lora_scalings, lora_to_moe
+from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
 from ..models.gate_init import init_gates
 from ..models.layer import router_parameters
 from ..native.folders import LoraFolder, base_named, open_folder
@@ -184,11 +184,6 @@ class LoraExperts(ExpertKind):
         own = base_named(self.base.name_or_path, self.base.revision)
         for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
             config = open_folder(path, "prepare.adapters", LoraFolder).config
-            if tokens := getattr(config, "trainable_token_indices", None):
-                raise InputError(
-                    f"prepare.adapters={path!r}: trainable_token_indices={tokens}: a recipe's experts have no rows of "
-                    "embeddings; `moe-peft mix` takes such adapters"
-                )
             theirs = base_named(config.base_model_name_or_path or self.base.name_or_path, config.revision)
             if theirs != own:
                 logger.warning("prepare.adapters=%r: was trained on %s, the recipe's model is %s", path, theirs, own)
@@ -241,9 +236,8 @@ def _saved_name(index: int) -> str:
 
 def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
     """A LoRA's tensors, with its scalings in B."""
-    config, state = PeftConfig.from_pretrained(adapter), load_peft_weights(str(adapter), device="cpu")
-    check_only_linears(config, state, str(adapter))
-    for name, scaling in lora_scalings(config, sorted(state)).items():
+    state = load_peft_weights(str(adapter), device="cpu")
+    for name, scaling in lora_scalings(PeftConfig.from_pretrained(adapter), sorted(state)).items():
         state[name.replace(".lora_A.", ".lora_B.")] *= scaling
     return state
 

@@ -282,7 +282,7 @@ def test_given_adapters_with_rows_of_embeddings_are_refused(case, tmp_path):
     base = case["model"]["name_or_path"]
     folders = loras(tmp_path, base, 2, target_modules=["up_proj"], trainable_token_indices=[5])
     settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}
-    with pytest.raises(ValueError, match=r"prepare.adapters=.*: trainable_token_indices=\[5\]: a recipe's experts"):
+    with pytest.raises(ValueError, match=r"prepare.adapters=.*trainable_tokens_delta: is not a weight of a LoRA"):
         UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})).check()
 
 

@@ -58,9 +58,10 @@ class LoraExperts(Experts):
         if len(adapters) > 1:
             adapters = sorted(adapters, key=lambda adapter: specs[adapter].mixes_outputs(layout))
         routes = {adapter: ffn.route(adapter, x_TD, specs[adapter].mixes_outputs(layout)) for adapter in adapters}
-        last, tokens = routes[adapters[-1]], x_TD.shape[0]
-        if len(routes) == 1 and last is not None and specs[adapters[0]]._decodes(ffn, adapters[0], last, x_TD):
-            return specs[adapters[0]]._decoded(ffn, adapters[0], last, x_TD)
+        adapter, tokens = adapters[-1], x_TD.shape[0]
+        last, spec = routes[adapter], specs[adapter]
+        if len(routes) == 1 and last is not None and spec._decodes(ffn, adapter, last, x_TD.dtype):
+            return spec._decoded(ffn, adapter, last, x_TD)
 
         # Where pairs have activations of their own, those of many tokens are computed some at a time.
         step = tokens_at_once(x_TD) if last is not None and last.mixes_outputs else tokens
@@ -135,16 +136,16 @@ class LoraExperts(Experts):
         chosen = self.target_projections
         return chosen is None or not chosen.isdisjoint(layout.inputs) or self.sum_of_gates_counts
 
-    def _decodes(self, ffn: FFNHost, adapter: str, routes: Routes, x_TD: torch.Tensor) -> bool:
+    def _decodes(self, ffn: FFNHost, adapter: str, routes: Routes, dtype: torch.dtype) -> bool:
         """Whether `_decoded` serves: one token, by copies of its experts, without gradients, dropout or autocast."""
         if torch.is_grad_enabled() or self.stacked != "AB" or not statically_known(routes.experts.shape[0] == 1):
             return False
-        return routes.method(x_TD.dtype) == "gather" and not (ffn.dropout_rate(adapter) or is_autocast(routes.gates))
+        return routes.method(dtype) == "gather" and not (ffn.dropout_rate(adapter) or is_autocast(routes.gates))
 
     def _decoded(self, ffn: FFNHost, adapter: str, routes: Routes, x_1D: torch.Tensor) -> torch.Tensor:
         """
         The output of one token, without gradients, as straight-line code: Python takes most of the time here. The
-        token's k experts are copied into one LoRA of C = k·r rows, or k of them on activations of their own.
+        matrices of the token's k experts are copied.
         """
         layout, block, mixes, s = ffn.layout, ffn.base_layer, routes.mixes_outputs, self.scaling
         outputs = ffn.input_projections(x_1D)
@@ -163,14 +164,14 @@ class LoraExperts(Experts):
         if updated_K11 is not None:
             factors_K11 = factors_K11 * updated_K11
 
-        def own(M_NRM: torch.Tensor) -> torch.Tensor:
+        def gathered(M_NRM: torch.Tensor) -> torch.Tensor:
             """The matrices of the token's experts, [k, r, m]."""
             M_KRM = M_NRM.index_select(0, experts_K)
             return M_KRM if M_KRM.dtype == dtype else M_KRM.to(dtype)
 
         def onto(y_1M: torch.Tensor, h_K1R: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
             """`y + s Σ_i g_i B_i h_i`, [1, m]."""
-            return torch.addmm(y_1M, (h_K1R * factors_K11).view(1, -1), own(B_NRM).flatten(0, 1), alpha=s)
+            return torch.addmm(y_1M, (h_K1R * factors_K11).view(1, -1), gathered(B_NRM).flatten(0, 1), alpha=s)
 
         # Gate and up: [1, f], or with mixing "output" of every expert, [k, 1, f].
         x_K1D, hidden = x_1D.to(dtype).expand(k, 1, -1), []
@@ -178,12 +179,12 @@ class LoraExperts(Experts):
             if name not in A:
                 hidden.append(y_1F.expand(k, 1, -1) if mixes else y_1F)
                 continue
-            h_K1R = torch.bmm(x_K1D, own(A[name]).mT)
+            h_K1R = torch.bmm(x_K1D, gathered(A[name]).mT)
             if not mixes:
                 hidden.append(onto(y_1F, h_K1R, B[name]))
                 continue
             h_K1R = h_K1R if updated_K11 is None else h_K1R * updated_K11
-            hidden.append(torch.baddbmm(y_1F, h_K1R, own(B[name]), alpha=s))
+            hidden.append(torch.baddbmm(y_1F, h_K1R, gathered(B[name]), alpha=s))
 
         # The activation, and down.
         a = layout.hidden(block, hidden)
@@ -192,9 +193,9 @@ class LoraExperts(Experts):
         if self.num_shared_experts:
             y_1D = self._with_shared(ffn, adapter, z_1F, {layout.down: y_1D})[layout.down]
         if layout.down in A:
-            h_K1R = torch.bmm(a if mixes else a.expand(k, 1, -1), own(A[layout.down]).mT)
+            h_K1R = torch.bmm(a if mixes else a.expand(k, 1, -1), gathered(A[layout.down]).mT)
             y_1D = onto(y_1D, h_K1R, B[layout.down])
-        if mixes and self.sum_of_gates_counts:
+        if mixes:
             y_1D = self._with_bias(ffn, gates_1K, y_1D)
         return layout.drop(block, y_1D)
 

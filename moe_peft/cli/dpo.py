@@ -36,4 +36,4 @@ def run(options: Options) -> None:
     from ..training.trainers import MoEDPOTrainer
     from .training import train_or_plan
 
-    train_or_plan(options, MoEDPOTrainer, adapter_rate=ADAPTER_RATE)
+    train_or_plan(options, MoEDPOTrainer, ADAPTER_RATE)

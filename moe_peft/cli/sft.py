@@ -35,4 +35,4 @@ def run(options: Options) -> None:
     from ..training.trainers import MoESFTTrainer
     from .training import train_or_plan
 
-    train_or_plan(options, MoESFTTrainer, adapter_rate=ADAPTER_RATE)
+    train_or_plan(options, MoESFTTrainer, ADAPTER_RATE)

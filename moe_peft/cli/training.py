@@ -32,29 +32,51 @@ from ..utils.model_card import card_facts, write_model_card
 from .arguments import Options, training_stages
 
 
-def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float | None = None) -> None:
+def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float) -> None:
     """
     Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if asked to.
 
     Args:
-        adapter_rate: the learning rate of an adapter, if the user sets none; None: the trainer's.
+        adapter_rate: the learning rate of an adapter, if the user sets none.
     """
-    run = options.run
-    if options.trains_adapter and adapter_rate is not None and not options.has_rate:
+    if options.trains_adapter and not options.has_rate:
         options.training.learning_rate = adapter_rate
-    stages = training_stages(options)
-    for path, args in stages.items():
-        check_arguments(args, path, on_this_machine=not run.dry_run)
-        _check_best(run.early_stopping_patience, args, f"{path}." if path else "")
+    if options.run.dry_run:
+        print_plan(options)
+    else:
+        train_stages(options, trainer_class)
+
+
+def train_stages(options: Options, trainer_class: Any) -> None:
+    """Train every stage and save the result, with the tokenizer, in `output_dir`."""
+    stages = _checked_stages(options)
     data, eval_data = _load_splits(options, stages)
-    if run.dry_run:
-        print_estimates(options.base, _empty_model(options), stages, data, options.tokenizer)
-        return
     _check_engines(options, stages)
     with ExitStack() as stack:
         folder = on_main_process(lambda: stack.enter_context(_result_folder(options, stages)))
         _train(options, trainer_class, stages, folder, data, eval_data)
     leave_processes()
+
+
+def print_plan(options: Options) -> None:
+    """Print what every stage will take, after the checks of a training that need no weights."""
+    stages = _checked_stages(options)
+    data, _ = _load_splits(options, stages)
+    model = options.base.empty()
+    if options.trains_adapter:
+        with without_zero3(), torch.device("meta"):
+            model = get_peft_model(model, options.adapter_config())
+        model = model if options.base.quantization is None else on_quantized(model)
+    print_estimates(options.base, model, stages, data, options.tokenizer)
+
+
+def _checked_stages(options: Options) -> dict[str, Any]:
+    """The training arguments of each stage, see `training_stages`, which a trainer will not stumble over later."""
+    stages = training_stages(options)
+    for path, args in stages.items():
+        check_arguments(args, path, on_this_machine=not options.run.dry_run)
+        _check_best(options.run.early_stopping_patience, args, f"{path}." if path else "")
+    return stages
 
 
 # --- data and model --------------------------------------------------------------------------------------------------
@@ -97,16 +119,6 @@ def _load_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
         return model, config
     with refused_by_libraries(f"adapter={folder!r}"):
         return PeftModel.from_pretrained(model, folder, is_trainable=True, config=config), None
-
-
-def _empty_model(options: Options) -> Any:
-    """What will be trained, without weights."""
-    model = options.base.empty()
-    if not options.trains_adapter:
-        return model
-    with without_zero3(), torch.device("meta"):
-        adapted = get_peft_model(model, options.adapter_config())
-    return adapted if options.base.quantization is None else on_quantized(adapted)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

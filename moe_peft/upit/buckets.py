@@ -27,7 +27,6 @@ class Seeds:
         count: S.
         num_experts: n.
         seed: of everything random.
-        capacity: the most examples a bucket takes; None leaves that to the rule.
         perplexity_SN: every expert's perplexity on every example, for rules that need it.
         labels: one per example, for rules that need them.
         expert_map: label → experts, if the user gave it.
@@ -36,7 +35,6 @@ class Seeds:
     count: int
     num_experts: int
     seed: int
-    capacity: int | None = None
     perplexity_SN: Any = None
     labels: Any = None
     expert_map: Mapping[Any, Sequence[int]] | None = None
@@ -58,20 +56,19 @@ class BucketRule:
     needs_labels: bool = False
 
 
-def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None) -> Buckets:
+def perplexity_buckets(perplexity_SN: torch.Tensor) -> Buckets:
     """
-    Algorithm 3: each example in turn goes to the expert of lowest perplexity whose bucket has room.
+    Algorithm 3: each example in turn goes to the expert of lowest perplexity whose bucket has room, for `ceil(S / n)`
+    examples: so every example finds one.
 
     Args:
         perplexity_SN: perplexity of every expert on every example, [S, n].
-        capacity: C, the most examples a bucket takes; `ceil(S / n)` if None, so that every example finds one.
 
     Returns:
-        n buckets. Between equal perplexities the earlier expert wins, and an infinite one comes last. An example that
-        finds no room is left out.
+        n buckets. Between equal perplexities the earlier expert wins, and an infinite one comes last.
     """
     examples, n = perplexity_SN.shape
-    capacity = -(-examples // n) if capacity is None else capacity
+    capacity = -(-examples // n)
     unscored = perplexity_SN.isnan().any(1).nonzero().flatten().tolist()
     if unscored:
         raise InputError(
@@ -80,9 +77,7 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
         )
     buckets: Buckets = [[] for _ in range(n)]
     for example, ranking in enumerate(perplexity_SN.argsort(dim=1, stable=True).tolist()):
-        expert = next((i for i in ranking if len(buckets[i]) < capacity), None)
-        if expert is not None:
-            buckets[expert].append(example)
+        buckets[next(i for i in ranking if len(buckets[i]) < capacity)].append(example)
     return buckets
 
 
@@ -121,9 +116,7 @@ def label_buckets(
 
 
 BUCKETS: dict[str, BucketRule] = {
-    "perplexity": BucketRule(
-        lambda seeds: perplexity_buckets(seeds.perplexity_SN, seeds.capacity), needs_perplexities=True
-    ),
+    "perplexity": BucketRule(lambda seeds: perplexity_buckets(seeds.perplexity_SN), needs_perplexities=True),
     "label": BucketRule(
         lambda seeds: label_buckets(seeds.labels, seeds.num_experts, seeds.expert_map), needs_labels=True
     ),

@@ -45,7 +45,7 @@ def budget(recipe: Recipe, rows: int) -> Budget:
         return Budget(first if recipe.facts.averages else total, 0, 0)
     seeds = 0.0
     if recipe.initializes_routers and recipe.router_init.gates == TRAINED:
-        seeds = recipe.bucketed(rows) / rows * recipe.router_init.num_train_epochs
+        seeds = recipe.seed_count(rows) / rows * recipe.router_init.num_train_epochs
     taken = seeds if recipe.router_init.within_budget else 0.0
     if first + taken >= total:
         raise InputError(

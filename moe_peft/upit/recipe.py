@@ -270,7 +270,6 @@ class RouterInitSection(Settings):
     within_budget: Flag = Field(
         False, description="true takes these examples from stage 4's: equal data for comparisons"
     )
-    capacity: Count | None = Field(None, description="the most examples in a bucket; null: shared out evenly")
     expert_map: dict[Text | Integer, list[Flag | Integer]] | None = Field(
         None, description="label → experts, as indices or masks, for buckets: label"
     )
@@ -287,11 +286,9 @@ class RouterInitSection(Settings):
         linear = [name for name, way in GATE_INITS.items() if way.needs_texts and way.router_type == "linear"]
         if self.gates not in (TRAINED, *linear):
             raise InputError(choice_error("router_init.gates", self.gates, (TRAINED, *linear)))
-        if self.rule is not None:  # without one, the recipe may serve several methods
-            if self.capacity is not None and not self.rule.needs_perplexities:
-                raise InputError(f"router_init.capacity={self.capacity}: must be null: it is for buckets by perplexity")
-            if self.expert_map is not None and not self.rule.needs_labels:
-                raise InputError(f"router_init.buckets={self.buckets!r}: must be 'label' with router_init.expert_map")
+        # Without a rule, the recipe may serve several methods.
+        if self.rule is not None and self.expert_map is not None and not self.rule.needs_labels:
+            raise InputError(f"router_init.buckets={self.buckets!r}: must be 'label' with router_init.expert_map")
         return self
 
 
@@ -523,11 +520,6 @@ class Recipe(Settings):
     def seed_count(self, rows: int) -> int:
         """Examples in the seed set: its share of the data, and at least one per expert."""
         return min(rows, max(self.num_experts, round(self.router_init.seed_fraction * rows)))
-
-    def bucketed(self, rows: int) -> int:
-        """Examples of the seed set that the buckets take."""
-        capacity = self.router_init.capacity
-        return self.seed_count(rows) if capacity is None else min(self.seed_count(rows), self.num_experts * capacity)
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""

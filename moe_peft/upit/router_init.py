@@ -195,7 +195,6 @@ def init_routers(
     alpha: float = 0.5,
     router_learning_rate: float | None = 1e-2,
     train_experts: bool = True,
-    capacity: int | None = None,
     label_column: str | None = None,
     expert_map: Mapping[Any, Sequence[int]] | None = None,
 ) -> InitialRouters:
@@ -209,8 +208,8 @@ def init_routers(
         load: an expert's folder → its dense model; of a LoRA adapter its base, without adapters. It is called for every
             expert, and one model is in memory at a time.
         experts: n folders: LoRA adapters of one base, or dense models of one architecture.
-        dataset: the seed examples (in the paper a random 1 % of the data), in random order: rules with a capacity visit
-            them in the order given.
+        dataset: the seed examples (in the paper a random 1 % of the data), in random order: `"perplexity"` fills its
+            buckets in the order given.
         args: how to train each expert; `num_train_epochs` counts passes over its bucket.
         processing_class: the tokenizer.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
@@ -221,7 +220,6 @@ def init_routers(
         router_learning_rate: of the routing vectors, constant, whatever the experts' schedule. At the experts' rate few
             steps leave them nearly random. None: the experts' rate and schedule.
         train_experts: False trains the routing vectors alone.
-        capacity: the most examples in a bucket of `"perplexity"`; `ceil(S / n)` if None.
         label_column: the column of labels, for `"label"`.
         expert_map: label → experts, for `"label"`; see `label_buckets`.
 
@@ -277,7 +275,7 @@ def init_routers(
         models = kind.scored(load, sources)
         perplexity_SN = _perplexities(models, sources, data, collator, Path(str(args.output_dir)))
     labels = data[label_column] if rule.needs_labels else None
-    filled = rule.fill(Seeds(len(data), len(sources), args.seed, capacity, perplexity_SN, labels, expert_map))
+    filled = rule.fill(Seeds(len(data), len(sources), args.seed, perplexity_SN, labels, expert_map))
     if gates != TRAINED:
         with prefixed(f"router_init.gates={gates!r}"), without_zero3():
             routers = kind.gates(load, sources, gates, _texts(data, collator, filled))

@@ -314,7 +314,6 @@ class RouterInit(TrainingStage):
             alpha=section.alpha,
             router_learning_rate=section.router_learning_rate,
             train_experts=section.train_experts,
-            capacity=section.capacity,
             label_column=self.recipe.data.label_column,
             expert_map=section.expert_map,
         )
@@ -332,7 +331,7 @@ class RouterInit(TrainingStage):
         return settings
 
     def seed_data(self) -> Dataset:
-        """The seed set, in random order, which rules with a capacity follow: a file may be sorted by domain."""
+        """The seed set, in random order, in which buckets are filled: a file may be sorted by domain."""
         data = self.context.train_data
         return drawn(data, self.recipe.seed_count(len(data)), self.seed)
 
@@ -349,7 +348,7 @@ class RouterInit(TrainingStage):
         return self.recipe.num_experts * self._steps_per_expert(rows, processes)
 
     def _steps_per_expert(self, rows: int, processes: int) -> int:
-        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
+        bucket = -(-self.recipe.seed_count(rows) // self.recipe.num_experts)
         return self.recipe.router_init.num_train_epochs * self._steps_in_epoch(bucket, processes, drop_last=False)
 
     def advice(self, rows: int, processes: int) -> str:

@@ -43,7 +43,7 @@ MAY = {
     "expand.seed": SEEDS, "router_init.buckets": [], "router_init.alpha": [0, 0.5],
     "router_init.gates": [], "router_init.router_learning_rate": [None, 0.5, 1.5, 10**9, 10**30],
     "router_init.train_experts": FLAGS, "router_init.seed_fraction": [0.5], "router_init.num_train_epochs": COUNTS,
-    "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
+    "router_init.within_budget": FLAGS, "router_init.expert_map": [None],
     "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,
     "post_train.router": [{}], "post_train.sft": MAPS,
     "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "model": [], "data": [],

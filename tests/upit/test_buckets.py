@@ -38,10 +38,8 @@ def test_perplexity_buckets_are_algorithm_3(seed):
     generator = torch.Generator().manual_seed(seed)
     examples, n = (int(torch.randint(1, high, (), generator=generator)) for high in (60, 9))
     perplexity = torch.rand(examples, n, generator=generator, dtype=torch.float64).mul(4).round() + 1  # with ties
-    for capacity in (None, 1, 3):
-        wanted = capacity or -(-examples // n)
-        assert perplexity_buckets(perplexity, capacity) == algorithm_3(perplexity.tolist(), n, wanted)
     buckets = perplexity_buckets(perplexity)
+    assert buckets == algorithm_3(perplexity.tolist(), n, capacity=-(-examples // n))
     assert sorted(example for bucket in buckets for example in bucket) == list(range(examples))
 
 
@@ -86,17 +84,17 @@ def test_edges_of_random_buckets_and_seeds():
 
 def test_rules_by_their_names():
     perplexity = torch.ones(6, 2)
-    seeds = Seeds(6, 2, seed=5, capacity=2, perplexity_SN=perplexity, labels=list("ababab"))
+    seeds = Seeds(6, 2, seed=5, perplexity_SN=perplexity, labels=list("ababab"))
     assert BUCKETS["label"].fill(seeds) == [[0, 2, 4], [1, 3, 5]]
     swapped = dataclasses.replace(seeds, expert_map={"a": [1], "b": [0]})
     assert BUCKETS["label"].fill(swapped) == [[1, 3, 5], [0, 2, 4]]
     assert BUCKETS["random"].fill(seeds) == random_buckets(6, 2, 5)
-    assert BUCKETS["perplexity"].fill(seeds) == [[0, 1], [2, 3]]
+    assert BUCKETS["perplexity"].fill(seeds) == [[0, 1, 2], [3, 4, 5]]
     assert [name for name, rule in BUCKETS.items() if rule.needs_perplexities] == ["perplexity"]
 
 
 def test_the_seed_set_is_in_random_order():
-    """In a file sorted by domain, a capacity rule that follows the file's order fills buckets with one domain each."""
+    """In a file sorted by domain, a rule that follows the file's order fills buckets with one domain each."""
     n, per_domain = 8, 100
     data = Dataset.from_dict({"domain": [i // per_domain for i in range(n * per_domain)]})
     seeds = drawn(data, 400, seed=0)

@@ -381,8 +381,8 @@ def test_experts_that_exist_already(case, upit, tmp_path):
 
 @pytest.mark.slow
 def test_stage_3_takes_what_its_buckets_hold(case, tmp_path):
-    """Of each bucket one example: neither plan nor budget count the rest of the seed set."""
-    router_init = {"seed_fraction": 0.5, "num_train_epochs": 1, "capacity": 1, "within_budget": True}
+    """Plan and budget count the examples that the buckets hold: at least one for each expert."""
+    router_init = {"seed_fraction": 0.01, "num_train_epochs": 1, "within_budget": True}
     pipeline = run(case, tmp_path, router_init=router_init)
     stage = next(stage for stage in plan(pipeline) if stage.name == "router_init")
     record = pipeline.records["router_init"]["metrics"]

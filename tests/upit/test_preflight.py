@@ -77,7 +77,6 @@ def merged(settings: dict, change: dict) -> dict:
             with_sft("router_init", label_smoothing_factor=0.1),
             "router_init.sft.label_smoothing_factor=0.1: stage 3 has",
         ),
-        ({"router_init": {"capacity": 3, "buckets": "random"}}, "router_init.capacity=3: must be null"),
     ],
 )
 def test_it_is_said_before_the_first_stage(change, words, case, tmp_path, monkeypatch):

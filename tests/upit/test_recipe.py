@@ -91,7 +91,7 @@ def recipe(**settings):
             {"router_init": {"expert_map": {"a": [0, 1]}}},
             "router_init.buckets='perplexity': must be 'label' with router_init.expert_map",
         ),
-        ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be at least 1"),
+        ({"router_init": {"num_train_epochs": 0}}, "router_init.num_train_epochs=0: must be at least 1"),
         ({"sft": {"save_steps": 0.1}}, "sft.save_steps=0.1: must be a whole number of at least 1"),
         ({"prepare": {"sft": {"save_steps": 0}}}, "sft.save_steps=0: must be"),
         ({"model": {"name_or_path": "m", "dtype": "bf16"}}, "model.dtype='bf16': must be 'auto', 'float32'"),

@@ -297,6 +297,7 @@ _REPLACES = {
 _OF_ALL_STAGES = {
     "training_stage": "the stage's name says this",
     "output_dir": "it is the folder of the stage's name in output_dir",
+    "dataset_text_field": "all stages read the same rows",
 }
 
 

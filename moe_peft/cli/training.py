@@ -94,7 +94,11 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
     names = [data.dataset_train_split]
     if any(args.eval_strategy != "no" or args.eval_on_start for args in stages.values()):
         names.append(data.dataset_test_split)
-    splits = [load_data(source, "dataset_name", None, name, formats) for name in names]
+    text_field = getattr(options.training, "dataset_text_field", "text")
+    splits = [load_data(source, "dataset_name", None, name, formats, text_field) for name in names]
+    if text_field != "text":
+        for args in stages.values():
+            args.dataset_text_field = "text"
     # Each label column and each chat template once, though stages may share them.
     read = {
         (getattr(args, "label_column", None), getattr(args, "chat_template_path", None)): f"{path}." if path else ""

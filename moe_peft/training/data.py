@@ -39,6 +39,7 @@ def load_data(
     label_column: str | None,
     split: str = "train",
     formats: Sequence[set[str]] = SUPERVISED,
+    text_field: str = "text",
 ) -> Dataset:
     """
     Load a dataset as the recipe's `data` section names it.
@@ -49,6 +50,7 @@ def load_data(
         label_column: a column that the data must have.
         split: the split, e.g. "test" or "train[:100]". A file has the split "train".
         formats: sets of columns, one of which the data must have.
+        text_field: the column of plain texts; it is called "text" in what is returned.
     """
     # The arguments of `load_dataset` for a file, a name, or a mapping of arguments.
     arguments = {"path": source} if isinstance(source, str) else source
@@ -90,6 +92,9 @@ def load_data(
     # There must be rows, in one of the formats, with labels if those are read.
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise InputError(f"{field}={source!r}: no examples; name a split that has some")
+    if text_field != "text" and text_field in dataset.column_names:
+        kept = [name for name in dataset.column_names if name != "text"]
+        dataset = dataset.select_columns(kept).rename_column(text_field, "text")
     names = set(dataset.column_names)
     found = [columns for columns in formats if columns <= names]
     # Alpaca's files may have instruction and output as one text, too.

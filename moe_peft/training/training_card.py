@@ -19,6 +19,7 @@ class ModelCardMixin(FiniteWeightsMixin):
     """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
 
     earlier_training: Sequence[str] = ()  # facts about the training before this trainer's, for the card
+    _best_step: int | None = None  # whose weights the model has, instead of the last one's
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -28,6 +29,10 @@ class ModelCardMixin(FiniteWeightsMixin):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             self._write_card(folder)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        self._best_step = self.state.best_global_step
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -68,8 +73,9 @@ class ModelCardMixin(FiniteWeightsMixin):
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         stage = getattr(args, "training_stage", "joint")
         alone = "" if stage == "joint" else f", training_stage `{stage}`"
+        best = "" if self._best_step in (None, steps) else f"; its weights are of step {self._best_step:,}, the best"
         return [
             *self.earlier_training,
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
-            f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule_name(args)}",
+            f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule_name(args)}{best}",
         ]

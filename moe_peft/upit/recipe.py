@@ -109,6 +109,7 @@ _SFT = {
     ),
     "model_init_kwargs": "set the fields of the section `model`",
     "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
+    "dataset_text_field": "call the column text",
 }  # fmt: skip
 _POST_TRAIN_SFT = {
     **_SFT,

@@ -571,6 +571,8 @@ def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_pa
     after = weights(run("sft", tmp_path, own, "--resume_from_checkpoint", "true"))
     for name, value in first.items():
         assert torch.equal(before[name], value) and torch.equal(after[name], value)
+    assert "3 steps of 4 rows" in (card := (tmp_path / "out" / "README.md").read_text())
+    assert "its weights are of step 1, the best" in card
 
 
 def test_folders_beside_the_checkpoints_are_not_taken_for_some(case, tmp_path):
@@ -676,6 +678,19 @@ def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
     }  # fmt: skip
     asked = [("system", "Be kind."), ("user", "hello"), ("assistant", "hello!"), ("user", "Say hi.")]
     assert [(m["role"], m["content"]) for m in rows[1]["prompt"]] == asked
+
+
+def test_the_column_of_texts_may_have_another_name(case, tmp_path):
+    texts = [f"{row['prompt']} {row['completion']}" for row in rows(24)]
+    results = []
+    for column in ("text", "content"):
+        (folder := tmp_path / column).mkdir()
+        file = folder / "rows.jsonl"
+        file.write_text("\n".join(json.dumps({column: text, "other": "x"}) for text in texts))
+        own = {"dataset_name": str(file), "dataset_text_field": column, "max_steps": 2, "save_strategy": "no"}
+        results.append(weights(run("sft", folder, {**case, **own})))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value)
 
 
 def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -156,6 +156,7 @@ class RequestGate:
         penalty: λ of the kernel ridge regression.
         layers: of the model, which are read; None: the first quarter.
         margin: by how much a request's score for an adapter must be above that for the base.
+        gone: the vectors of adapters that are gone, whose requests the base answers.
 
     Example:
 
@@ -181,6 +182,7 @@ class RequestGate:
     penalty: float = 0.03
     layers: int | None = None
     margin: float = 0.1
+    gone: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -191,7 +193,7 @@ class RequestGate:
     @cached_property
     def classifier(self) -> KernelRidge:
         """Made for the first scores, as adapters may come and go before."""
-        return KernelRidge([*self.vectors.values()], self.penalty)
+        return KernelRidge([*self.vectors.values(), *self.gone.values()], self.penalty)
 
     @property
     def names(self) -> list[str]:
@@ -252,13 +254,22 @@ class RequestGate:
             raise InputError(f"requests: {name!r} has none with words; give some texts that it is for")
         vectors = {**self.vectors, name: self.read(requests)}
         base = {BASE: vectors.pop(BASE)} if BASE in vectors else {}
-        return self._with_vectors({**vectors, **base})
+        gone = {other: value for other, value in self.gone.items() if other != name}
+        return dataclasses.replace(self, vectors={**vectors, **base}, gone=gone)
 
-    def without_adapter(self, name: str) -> RequestGate:
-        """A gate in which nothing is left of an adapter: the one that the others would have had without it."""
-        if name not in self.vectors:
+    def without_adapter(self, name: str, to_base: bool = False) -> RequestGate:
+        """
+        A gate without an adapter.
+
+        Args:
+            to_base: whether the base answers the adapter's requests, for which the gate keeps the vectors of its texts.
+                False: nothing is left of it, and its requests may go to another adapter; the gate is the one that the
+                others would have had without it.
+        """
+        if name not in (self.names if to_base else {**self.vectors, **self.gone}):
             raise InputError(choice_error("adapter", name, self.names))
-        return self._with_vectors({other: value for other, value in self.vectors.items() if other != name})
+        vectors, gone = ({n: v for n, v in of.items() if n != name} for of in (self.vectors, self.gone))
+        return dataclasses.replace(self, vectors=vectors, gone={**gone, name: self.vectors[name]} if to_base else gone)
 
     def in_order(self, names: Sequence[str]) -> RequestGate:
         """The same gate with its adapters in another order, all of them."""
@@ -296,12 +307,15 @@ class RequestGate:
         return vectors_RLD[torch.tensor(order).argsort()]
 
     def scores(self, requests: Sequence[Request]) -> torch.Tensor:
-        """How much each request is for each of `vectors`, the adapters and the base, float64 [R, n]; about 0 to 1."""
+        """
+        How much each request is for each of `vectors`, the adapters and the base, and then of `gone`, float64 [R, n];
+        about 0 to 1.
+        """
         return self.classifier(self.read(requests))
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:
         """The adapter that each request is for; None: the base, as for a request without words."""
-        names = [*self.vectors]
+        names = [*self.vectors, *[BASE] * len(self.gone)]
         scores_RN = self.scores(requests)
         if BASE in names:
             scores_RN[:, names.index(BASE)] += self.margin
@@ -319,7 +333,7 @@ class RequestGate:
             "base": self.base, "revision": self.revision, "chat": reader.chat, "max_length": reader.max_length,
             "penalty": self.penalty, "margin": self.margin,
         }  # fmt: skip
-        _write(Path(folder, FILE), about, self.vectors)
+        _write(Path(folder, FILE), about, self.vectors, self.gone)
 
     @classmethod
     def from_pretrained(
@@ -332,49 +346,52 @@ class RequestGate:
             dtype: of the base's weights.
         """
         path = Path(folder, FILE)
-        about, vectors = _read(path)
+        about, vectors, gone = _read(path)
         if tokenizer is None and Path(folder, "tokenizer_config.json").is_file():
             tokenizer = read_tokenizer(folder, path.parent)
         revision = None if base else about["revision"]
         model, tokenizer, named, layers = _opened(base or about["base"], tokenizer, dtype, revision)
         reader = RequestReader(tokenizer, about["chat"], about["max_length"])
-        gate = cls(model, reader, vectors, named or about["base"], revision, about["penalty"], layers, about["margin"])
-        shape = (len(gate.modules), text_config(model).hidden_size)
-        if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in vectors.values()):
+        named = named or about["base"]
+        gate = cls(model, reader, vectors, named, revision, about["penalty"], layers, about["margin"], gone)
+        shape, every = (len(gate.modules), text_config(model).hidden_size), [*vectors.values(), *gone.values()]
+        if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in every):
             raise InputError(
                 f"{path}: is not of this base, which has {shape[1]} features in {shape[0]} layers that decide"
             )
         return gate
 
 
-def _write(path: Path, about: Mapping[str, Any], vectors: Mapping[str, torch.Tensor]) -> None:
-    tensors = {str(i): vectors_RLD.contiguous() for i, vectors_RLD in enumerate(vectors.values())}
-    save_file(tensors, path, metadata={"request_gate": json.dumps({**about, "names": [*vectors]})})
+def _write(path: Path, about: Mapping[str, Any], *parts: Mapping[str, torch.Tensor]) -> None:
+    tensors = {str(i): x_RLD.contiguous() for i, x_RLD in enumerate(x for part in parts for x in part.values())}
+    names, gone = map(list, parts)
+    save_file(tensors, path, metadata={"request_gate": json.dumps({**about, "names": names, "gone": gone})})
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What `_write` wrote: the settings, and the vectors by name."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What `_write` wrote: the settings, and the vectors by name, also of adapters that are gone."""
     if not path.is_file():
         raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
     with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
         read = json.loads((file.metadata() or {})["request_gate"])
-        vectors = {str(name): file.get_tensor(str(i)).float() for i, name in enumerate(read["names"])}
+        names, gone = ([str(name) for name in read[key]] for key in ("names", "gone"))
+        tensors = [file.get_tensor(str(i)).float() for i in range(len(names) + len(gone))]
         about = {
             "base": str(read["base"]), "revision": read["revision"], "chat": bool(read["chat"]),
             "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
             "margin": float(read["margin"]),
         }  # fmt: skip
-    whole = vectors and all(value.dim() and len(value) for value in vectors.values())
+    whole = names and all(value.dim() and len(value) for value in tensors)
     if not (whole and about["penalty"] > 0 and about["max_length"] > 0):
         raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
-    return about, vectors
+    return about, dict(zip(names, tensors, strict=False)), dict(zip(gone, tensors[len(names) :], strict=True))
 
 
 def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
     """Copy the gate for requests beside a mixture, if there is one, without these adapters."""
     if (source / FILE).is_file():
-        about, vectors = _read(source / FILE)
-        _write(folder / FILE, about, {name: value for name, value in vectors.items() if name not in names})
+        about, *parts = _read(source / FILE)
+        _write(folder / FILE, about, *({n: x for n, x in part.items() if n not in names} for part in parts))
 
 
 class KernelRidge:

@@ -22,7 +22,14 @@ from transformers import (
 )
 
 from moe_peft import RequestGate
-from moe_peft.combine.request_gate import FILE, KernelRidge, RequestReader, neutral_requests, request_text
+from moe_peft.combine.request_gate import (
+    FILE,
+    KernelRidge,
+    RequestReader,
+    copy_without,
+    neutral_requests,
+    request_text,
+)
 from moe_peft.native.folders import DenseFolder
 from moe_peft.utils.messages import InputError
 from tests.helpers.bad_input import cut, text, without
@@ -231,6 +238,28 @@ def test_nothing_is_left_of_an_adapter_that_is_taken_out(base, gate):
     assert gate.names == [*TEXTS]  # which is as it was
     with pytest.raises(InputError, match="adapter='law': must be one of math, code, prose"):
         gate.without_adapter("law")
+
+
+def test_the_base_answers_for_an_adapter_that_is_gone(base, gate, tmp_path):
+    asked = {name: requests(name, 8, seed=1) for name in TEXTS}
+    gone = gate.without_adapter("code", to_base=True)
+    assert gone.names == ["math", "prose"] and gate.names == [*TEXTS]
+    # Its requests go to the base, and no other request goes elsewhere: the texts are still told apart as before.
+    before, after = (g.pick([text for of in asked.values() for text in of] + NEUTRAL) for g in (gate, gone))
+    assert "code" in before and after == [None if name == "code" else name for name in before]
+    gone.save_pretrained(tmp_path)
+    loaded = RequestGate.from_pretrained(tmp_path)
+    assert loaded.names == gone.names and torch.equal(loaded.scores(NEUTRAL), gone.scores(NEUTRAL))
+    (tmp_path / "pruned").mkdir()
+    copy_without(tmp_path, tmp_path / "pruned", ["math"])  # as `prune` does
+    assert RequestGate.from_pretrained(tmp_path / "pruned", base).pick(asked["code"]) == [None] * 8
+    # It may come back, or leave without a trace.
+    assert [*gone.with_adapter("code", TEXTS["code"]).vectors] == ["math", "prose", "code", "base"]
+    assert not gone.with_adapter("code", TEXTS["code"]).gone
+    never = gone.without_adapter("code")
+    assert not never.gone and torch.equal(never.scores(NEUTRAL), gate.without_adapter("code").scores(NEUTRAL))
+    with pytest.raises(InputError, match="adapter='base': must be one of math, prose"):
+        gone.without_adapter("base", to_base=True)
 
 
 def test_an_adapter_of_the_same_name_replaces(base, gate):

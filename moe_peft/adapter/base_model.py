@@ -106,6 +106,13 @@ def _towers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def is_behind_backbone(model: nn.Module, path: str) -> bool:
+    """Whether a module runs after the model without its head: what is recorded of a pass is complete by then."""
+    inner: Any = getattr(model, "base_model", model)
+    module = model.get_submodule(path)
+    return inner is not model and all(part is not module for part in inner.modules())
+
+
 def has_routed_experts(model: nn.Module) -> bool:
     """
     Whether a model has routed experts. Its config does not tell: dense models may have the config of a MoE (Jamba,

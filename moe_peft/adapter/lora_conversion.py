@@ -25,7 +25,7 @@ from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
-from .base_model import embeddings_name, has_routed_experts, short_names
+from .base_model import embeddings_name, has_routed_experts, is_behind_backbone, short_names
 from .config import EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, name_in_base, trained_tokens
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, layout_in_layer
@@ -101,10 +101,10 @@ def lora_to_moe(
 
     FFN projections become FFN experts. Other linears, such as those of attention, get experts and a router of their
     own, or with `attention="mean"` one ordinary LoRA of rank n·r, the exact mean of the updates, which `export_adapter`
-    merges into the base. Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B,
-    which an optimizer like Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A
-    module that an adapter lacks gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them
-    without training.
+    merges into the base. A head has that one in any case. Smaller ranks are padded with zeros. Where scalings differ,
+    the difference is folded into B, which an optimizer like Adam then moves as far as any other; where they agree, A
+    and B are kept bit for bit. A module that an adapter lacks gets a zero update in its expert. Routers are random;
+    `moe_peft.init_gates` sets them without training.
 
     Rows of embeddings that adapters trained (`trainable_token_indices`) are shared by all experts: each token has the
     row of the adapter that trained it, and where several did and differ, their mean, with a warning. What adapters
@@ -174,16 +174,19 @@ def lora_to_moe(
         modules = {key.rpartition(".")[0] for key in saved}
         settings["modules_to_save"] = sorted(modules.union(settings.get("modules_to_save") or ()))
         settings["ensure_weight_tying"] = loras[0].config.ensure_weight_tying
-    averaged = outside_ffns(model, targets) if attention != "route" else set()
+    averaged = {name for name in targets if is_behind_backbone(model, name)}
+    if attention == "mean":
+        averaged |= outside_ffns(model, targets)
     if averaged == targets.keys():
         raise InputError(
-            "lora_to_moe: attention='mean': no adapter updates an FFN, so there is nothing to route; use 'route', or "
-            "merge them with PEFT's add_weighted_adapter"
+            f"lora_to_moe: attention={attention!r}: adapters update {min(averaged)} and the like alone, which get one "
+            "LoRA, so there is nothing to route; merge them with PEFT's add_weighted_adapter"
         )
     if shared is not None:
         if mixed := sorted(averaged & shared.A.keys()):
             raise InputError(
-                f"lora_to_moe: always: has a LoRA on {mixed[0]}, where attention='mean' makes one of all; use 'route'"
+                f"lora_to_moe: always: has a LoRA on {mixed[0]}, where attention={attention!r} makes one of all; give "
+                "one without"
             )
         settings["num_shared_experts"] = -(-max(map(len, shared.A.values())) // determined["r"])
     if averaged:  # alpha / (n r) is the scaling of an expert, divided by n

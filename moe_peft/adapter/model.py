@@ -22,7 +22,15 @@ from ..utils.distributed import shape_of
 from ..utils.messages import InputError, one_line
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
-from .base_model import embeddings_name, find_ffns, has_routed_experts, is_encoder_decoder, layout_of, name_endings
+from .base_model import (
+    embeddings_name,
+    find_ffns,
+    has_routed_experts,
+    is_behind_backbone,
+    is_encoder_decoder,
+    layout_of,
+    name_endings,
+)
 from .config import MoELoraConfig, by_pattern, usual_alpha
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, probe_ffn
@@ -434,6 +442,11 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     # A single linear: whatever PEFT knows the sizes of, quantized or adapted already. Embeddings and convolutions have
     # sizes, too, but compute something else.
     if layout is None:
+        if spec.num_experts > 1 and is_behind_backbone(model, name):
+            raise InputError(
+                f"MoELoraConfig: target module {name!r} runs after the layers, where nothing is recorded or balanced; "
+                f"give it one LoRA (num_experts_pattern={{{name!r}: 1}}), or leave it out"
+            )
         _refuse_kernels(name, model)
         base = without_adapters(module)
         with warnings.catch_warnings():

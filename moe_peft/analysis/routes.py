@@ -6,6 +6,7 @@ Legend: T tokens, L routers, n experts, K slots of a token.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,14 +133,20 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 class RouteTape:
-    """The routing of passes with one row, as they come: the tensors stay where they are until `routes` copies them."""
+    """
+    The routing of this thread's passes with one row, as they come: the tensors stay where they are until `routes`
+    copies them.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.n, self.measure = model, 0, "gates"
+        self._thread = threading.get_ident()
         self._experts: list[Sequence[torch.Tensor]] = []  # of each pass, one [T, k] per router
         self._gates: list[Sequence[torch.Tensor]] = []
 
     def see(self, seen: RoutedPass) -> None:
+        if threading.get_ident() != self._thread:  # another text's pass
+            return
         gates: list[Any] = list(seen.gates)
         if any(gates_TK is None for gates_TK in gates):
             self.measure = "choices"
@@ -170,7 +177,8 @@ def _joined(passes: Sequence[Sequence[torch.Tensor]], tokens: slice) -> torch.Te
 @contextmanager
 def record_routes(model: Any) -> Iterator[RouteTape]:
     """
-    A context manager that records the experts of each token in the passes inside the block, which have one row each.
+    A context manager that records the experts of each token in this thread's passes inside the block, which have one
+    row each.
 
     Its value is a `RouteTape`, whose `routes()` returns `Routes`; None where no router ran (a dense model's).
 

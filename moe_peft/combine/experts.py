@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 
+from ..adapter.base_model import is_behind_backbone
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.layers import MoELoraLayer
 from ..adapter.lora_conversion import averaged_linears, expert_to_lora, lora_to_moe
@@ -90,7 +91,9 @@ def put_expert(
     averaged = _averaged(model, folder)
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_updates)]
     loras += [adapter] if expert is None else []
-    result = lora_to_moe(model.unload(), loras, attention="mean" if averaged else "route", **settings)
+    unloaded = model.unload()
+    routes = all(is_behind_backbone(unloaded, path) for path in averaged)  # a head is not routed in any case
+    result = lora_to_moe(unloaded, loras, attention="route" if routes else "mean", **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())

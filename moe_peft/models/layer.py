@@ -70,6 +70,11 @@ class RoutedLayer:
         raise NotImplementedError
 
     @property
+    def device(self) -> torch.device:
+        """Where it routes."""
+        return next(self.module.parameters()).device
+
+    @property
     def learns_at_top_1(self) -> bool:
         """Whether the router learns from the language loss where k = 1 (a gate divided by itself is 1)."""
         raise NotImplementedError
@@ -283,6 +288,10 @@ class NativeLayer(RoutedLayer):
         """Make the gate the family's own again, with this weight."""
         if isinstance(self.module, RoutedGate):
             take_router(self.module, weight_ND, self._like)
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device  # there are routers without parameters
 
     @property
     def _like(self) -> torch.Tensor:

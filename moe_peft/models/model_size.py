@@ -104,7 +104,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 def _short(number: float) -> str:
     for unit in ("", "k", "M", "G"):
-        if number < 1000:
+        if number < 999.5:  # what is rounded to 1000 has the next unit
             return f"{number:.3g} {unit}".rstrip() if not unit else f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} T"

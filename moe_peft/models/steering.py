@@ -234,7 +234,7 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
     by_device: dict[torch.device, Steering] = {}
     blocks: Steered = {}
     for layer in layers:
-        device = next(layer.module.parameters()).device
+        device = layer.device
         if device not in by_device:  # "meta": offloaded
             by_device[device] = steering if device.type == "meta" else steering.to(device)
         blocks[layer.module] = by_device[device]

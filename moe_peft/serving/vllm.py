@@ -118,7 +118,7 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
             continue
         if not _SERVED.fullmatch(name):
             raise InputError(
-                f"{adapter}: {name} has experts, but vLLM serves those on FFNs and on linears of FFNs and attentions; "
+                f"{adapter}: {name} has LoRAs, but vLLM serves those on FFNs and on linears of FFNs and attentions; "
                 "serve it with transformers and PEFT"
             )
         in_parts = isinstance(layer, MoELoraFFN) and tensor_parallel_size > 1

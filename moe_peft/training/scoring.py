@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers.utils.logging import tqdm
 
 from ..models.introspection import base_model
@@ -18,6 +19,7 @@ from ..utils.compat import private
 from ..utils.distributed import gathered_as_it_runs, is_sharded
 from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating
+from .data import IGNORED
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
@@ -30,8 +32,13 @@ def fused_lm_head(model: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Iter
 
     Args:
         outputs: see `trl.trainer.utils.add_fused_lm_head`.
+
+    Raises:
+        ValueError: the head has a LoRA, which TRL's would leave out.
     """
     base = base_model(model)
+    if _head_is_adapted(model):
+        raise InputError("the adapter has a LoRA on the head, which the fused loss leaves out; train without it")
     forward = base.__dict__.get("forward")  # of a trainer's head, for example
     _add_fused_lm_head(base, outputs=outputs)
     try:
@@ -94,25 +101,44 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
     mine = starts[state.process_index :: state.num_processes]
     scored: list[tuple[int, list[float], list[int], list[bool]]] = []
     to_device(model)
-    with fused_lm_head(model, ("log_probs", "is_top1")), evaluating(model), gathered_as_it_runs(model):
+    fused = not _head_is_adapted(model)
+    head = fused_lm_head(model, ("log_probs", "is_top1")) if fused else nullcontext()
+    with head, evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-            outputs = model(**inputs, fused_lm_head=True)
+            log_probs, is_top1, mask = _of_labels(model, inputs, fused)
             # Sums in float64, which not all devices have.
-            losses_B, counts_B = -outputs.log_probs.cpu().double().sum(-1), outputs.label_mask.sum(-1)
-            right_B = ~((outputs.is_top1 == 0) & outputs.label_mask).any(-1)
+            losses_B, counts_B = -log_probs.cpu().double().sum(-1), mask.sum(-1)
+            right_B = ~((is_top1 == 0) & mask).any(-1)
             scored.append((start, losses_B.tolist(), counts_B.tolist(), right_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
             # Sharded weights are gathered by all processes at once, so one that has a batch fewer runs one of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
-            model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
+            _of_labels(model, {name: value.to(state.device) for name, value in padding.items()}, fused)
     if state.num_processes > 1:
         scored = sorted(gather_object(scored))
     losses = [loss for _, losses, _, _ in scored for loss in losses]
     counts = [count for _, _, counts, _ in scored for count in counts]
     right = [is_right for _, _, _, right in scored for is_right in right]
     return Answers(torch.tensor(losses, dtype=torch.float64), torch.tensor(counts), torch.tensor(right))
+
+
+def _head_is_adapted(model: Any) -> bool:
+    """Whether there is an adapter on the head, whose weight alone TRL's fused head reads."""
+    return isinstance(base_model(model).get_output_embeddings(), BaseTunerLayer)
+
+
+def _of_labels(model: Any, inputs: dict[str, torch.Tensor], fused: bool) -> tuple[torch.Tensor, ...]:
+    """By token: the label's log probability, or 0; whether it is the most probable token; whether there is one."""
+    if fused:
+        outputs = model(**inputs, fused_lm_head=True)
+        return outputs.log_probs, outputs.is_top1, outputs.label_mask
+    labels = inputs["labels"][:, 1:]
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[:, :-1].float()
+    mask, labels = labels != IGNORED, labels.clamp(min=0)
+    log_probs = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    return log_probs * mask, logits.argmax(-1) == labels, mask
 
 
 def loss_name(domain: str) -> str:

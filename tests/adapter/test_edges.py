@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -30,11 +30,12 @@ from moe_peft.native.expert_init import FFN, INITIALISATIONS, ExpertInit, genera
 from moe_peft.native.safetensors_io import ShardedWriter
 from moe_peft.routing.gates import Steering, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
-from moe_peft.training.scoring import example_losses, mean_loss
+from moe_peft.training.scoring import example_answers, example_losses, fused_lm_head, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit.buckets import perplexity_buckets
 from moe_peft.upit.expansion import dare_merge, expand
 from moe_peft.utils.expert_likeness import likeness, similarities, update_gram
+from moe_peft.utils.messages import InputError
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.close import assert_near, near
 from tests.helpers.expert_layers import D, ffn_layer, linear_layer, tensors
@@ -347,6 +348,36 @@ def test_an_example_without_a_token_to_score_has_no_perplexity():
     assert math.isfinite(mean_loss(losses_S, counts_S, "all"))
     with pytest.raises(ValueError, match=r"no perplexity for examples 1, 2"):
         perplexity_buckets((losses_S / counts_S).exp().unsqueeze(1))
+
+
+@pytest.mark.parametrize("kind", ["lora", "moe"])
+def test_a_lora_on_the_head_counts_in_losses(kind):
+    """TRL's fused head, which gives them else, reads the weight beneath it alone."""
+    settings = {"target_modules": ["up_proj", "lm_head"], "r": 4, "task_type": "CAUSAL_LM"}
+    moe = {"target_modules": ["mlp", "lm_head"], "num_experts": 3, "num_experts_pattern": {"lm_head": 1}}
+    config = LoraConfig(**settings) if kind == "lora" else MoELoraConfig(**settings | moe)
+    model = get_peft_model(tiny_llama(), config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    ids = torch.randint(3, 100, (5, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(ids).logits
+    labels = ids.clone()
+    labels[:3, 1:] = logits[:3, :-1].argmax(-1)  # right, up to what follows from other tokens
+    labels[:, :2] = -100
+    ids_and_labels = Dataset.from_list([{"i": i} for i in range(5)])
+
+    def collator(examples: list[dict]) -> dict[str, torch.Tensor]:
+        rows = [example["i"] for example in examples]
+        return {"input_ids": ids[rows], "labels": labels[rows], "attention_mask": torch.ones(len(rows), 9).long()}
+
+    answers = example_answers(model, ids_and_labels, collator, rows=2)
+    losses = -logits.double().log_softmax(-1)[:, 1:-1].gather(-1, labels[:, 2:, None])[..., 0].sum(-1)
+    assert_near(answers.losses, losses, dtype=torch.float32)
+    assert answers.counts.tolist() == [7] * 5 and answers.right.tolist() == [True] * 3 + [False] * 2
+    with pytest.raises(InputError, match="a LoRA on the head, which the fused loss leaves out"), fused_lm_head(model):
+        pass
 
 
 def test_perplexities_that_are_infinite_or_equal_have_an_order():

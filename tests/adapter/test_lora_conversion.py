@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
+from moe_peft.models.steering import serve_alone
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.warm import run_module
@@ -77,16 +78,25 @@ def test_scalings_of_half_precision_adapters_are_folded_in_float32(first: int, t
             assert_near(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
 
 
-def test_a_lora_on_the_head_is_an_expert_beside_the_head_that_peft_saves(tmp_path):
-    """Its weights must be the base's."""
+def test_loras_on_the_head_are_their_mean_beside_the_head_that_peft_saves(tmp_path):
+    """Its weights must be the base's. A mixture serves an adapter by itself, too."""
     for i in range(2):
         lora(i, targets=[*FFN, "lm_head"]).save_pretrained(tmp_path / str(i), save_embedding_layers=True)
     folders = [tmp_path / str(i) for i in range(2)]
     assert "base_model.model.lm_head.base_layer.weight" in load_file(folders[0] / "adapter_model.safetensors")
     moe = lora_to_moe(tiny_llama(), folders, top_k=1).eval()
     for i, folder in enumerate(folders):
-        with torch.no_grad(), force_experts(moe, i):
+        with torch.no_grad(), serve_alone(moe, i):
             assert_near(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
+    head = moe.get_base_model().lm_head
+    assert head.moe_lora_spec["default"].num_experts == 1 and "default" not in head.moe_lora_router
+    x = torch.randn(3, head.in_features, dtype=torch.float64)
+    updates = [
+        layer.double()(x) - layer.base_layer.double()(x)
+        for model in (moe, *(PeftModel.from_pretrained(tiny_llama(), folder) for folder in folders))
+        for layer in [model.get_base_model().lm_head]
+    ]
+    assert_near(updates[0], (updates[1] + updates[2]) / 2, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"lm_head.weight is not that of the base"):
         lora_to_moe(tiny_llama(seed=5), folders)
 
@@ -340,7 +350,7 @@ def test_the_mean_is_pefts_and_its_scaling_is_exact(tmp_path):
 
 
 def test_a_mean_of_all_leaves_nothing_to_route():
-    with pytest.raises(ValueError, match="attention='mean': no adapter updates an FFN"):
+    with pytest.raises(ValueError, match=r"attention='mean': adapters update .*_proj and the like alone"):
         lora_to_moe(tiny_llama(), [lora(0, targets=["q_proj"]), lora(1, targets=["v_proj"])], attention="mean")
 
 

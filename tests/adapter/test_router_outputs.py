@@ -137,10 +137,13 @@ def test_router_logits_that_nobody_asked_for_are_nowhere():
     assert seen[0].get("router_logits") is None
 
 
-def test_routers_of_different_numbers_of_tokens_make_no_balancing_loss():
-    model = adapted(target_modules=["q_proj", "lm_head"]).eval()
-    with pytest.raises(ValueError, match=r"routers saw different numbers of tokens \(\[3, 36\]\)"):
-        model(batch()["input_ids"], logits_to_keep=1, output_router_logits=True)
+def test_a_head_has_one_lora():
+    """Its router would run after the pass that is recorded, and on fewer tokens where few logits are asked for."""
+    with pytest.raises(ValueError, match=r"'lm_head' runs after the layers, .*num_experts_pattern=\{'lm_head'"):
+        adapted(target_modules=["q_proj", "lm_head"])
+    model = adapted(target_modules=["q_proj", "lm_head"], num_experts_pattern={"lm_head": 1}).eval()
+    output = model(batch()["input_ids"], logits_to_keep=1, output_router_logits=True)
+    assert len(output.router_logits) == 2 and output.logits.shape[1] == 1
 
 
 def test_the_plain_trainers_predictions_leave_router_logits_out():

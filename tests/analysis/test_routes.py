@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from threading import Barrier, Thread
+
 import pytest
 import torch
 from peft import get_peft_model
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, force_experts
 from moe_peft.analysis import Routes, record_routes
 from moe_peft.analysis.routes import PALETTE
 from moe_peft.chat import Answer
@@ -77,3 +79,25 @@ def test_routers_of_several_kinds_are_recorded(settings):
     assert_near(tape.routes(2, 8).shares_LTN, whole.routes().shares_LTN[:, 2:8])
     sums_LT = whole.routes().shares_LTN.sum(-1)
     assert_near(sums_LT, (whole.routes().gates_LTK.abs().sum(-1) > 0).float())
+
+
+def test_each_thread_records_its_own_texts():
+    config = MoELoraConfig(num_experts=4, top_k=2, r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config).eval()
+    ids, both, tapes = torch.arange(3, 12)[None], Barrier(2), {}
+
+    def run(expert: int) -> None:
+        with torch.no_grad(), force_experts(model, expert), record_routes(model) as tapes[expert]:
+            both.wait()
+            for _ in range(3):
+                model(ids)
+            both.wait()
+
+    threads = [Thread(target=run, args=(expert,)) for expert in (0, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for expert, tape in tapes.items():
+        assert tape.routes().experts_LTK.shape[1] == 27
+        assert [i for i, _ in tape.routes().ranked()] == [expert]

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts
+from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_expert
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.inspect_settings import InspectSettings
 from moe_peft.combine.held_out import score, verdict
@@ -95,6 +95,22 @@ def test_the_losses_are_those_of_plain_peft(case, mixed, tokenizer):
     own = {name: measured[name][name] for name in DOMAINS}
     close(measured["each its own"], {**own, "mean": sum(own.values()) / 3})
     assert json.loads((mixed[1] / "mix.json").read_text())["losses"] == measured
+
+
+def test_loras_on_a_head_are_measured_with_it(case, tmp_path, tokenizer):
+    for i, name in enumerate("abcd"):
+        write_lora(tmp_path / name, case / "base", i, targets=[*FFN, "q_proj", "lm_head"])
+    own = {"output": str(tmp_path / "out"), "test_data": [str(case / "test.jsonl")]}
+    measured = mix(settings(case, **own, adapters=[str(tmp_path / name) for name in DOMAINS])).losses
+    for name in DOMAINS:
+        close(measured[name], losses(PeftModel.from_pretrained(base(case), tmp_path / name).eval(), tokenizer))
+    close(measured["ridge gates"], losses(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval(), tokenizer))
+    # With another expert, it is the mixture that is made of these from the start, but for gates.
+    replaced = put_expert(base(case), tmp_path / "out", tmp_path / "d", 1).get_base_model().state_dict()
+    expected = lora_to_moe(base(case), [tmp_path / name for name in "adc"]).get_base_model().state_dict()
+    for name, value in expected.items():
+        if "router" not in name:
+            assert_near(replaced[name], value)
 
 
 def test_adapters_that_trained_the_same_tokens_are_themselves_alone(case, tmp_path, tokenizer):

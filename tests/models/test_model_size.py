@@ -124,6 +124,7 @@ def test_sizes_are_readable():
         "46.7 G parameters, 12.9 G active per token (28%), 25.4 GFLOP per token"
     )
     assert str(ModelSize(900, 900, 1_800)).startswith("900 parameters, 900 active per token (100%), 1.8 kFLOP")
+    assert str(ModelSize(999_600, 999_400, 0)).startswith("1 M parameters, 999 k active")
 
 
 # --- similarity -------------------------------------------------------------------------------------------------------

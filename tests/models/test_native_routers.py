@@ -436,6 +436,12 @@ def test_steering_reaches_them():
         pass
 
 
+def test_steering_reaches_a_router_without_parameters():
+    model, alone = with_router("locmoe"), with_router("mlp")
+    with force_experts(model, 1), force_experts(alone, 1):
+        assert_near(model(input_ids=IDS).logits, alone(input_ids=IDS).logits)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_uniform_gates_are_those_of_the_stock_gate_and_leave_the_routers_as_they_were(kind):
     stock, model = moe("mixtral"), with_router(kind)

@@ -546,6 +546,9 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     refused(tmp_path, "attention_bias=True of the dense model: mixtral has no such setting", biased)
     ffn = saved(dense_model("llama", mlp_bias=True), tmp_path / "mlp")
     refused(tmp_path, "mlp_bias=True of the dense model: mixtral has no such setting", ffn)
+    for kind, moe in (("qwen2", "qwen2_moe"), ("olmo2", "flex_olmo"), ("granite", "granitemoe")):  # configs without it
+        heads = saved(dense_model(kind, head_dim=16), tmp_path / f"heads-{kind}")
+        refused(tmp_path, f"head_dim=16 of the dense model: {moe} has no such setting", heads)
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     windows = saved(dense_model("qwen3", **sliding), tmp_path / "windows")
     refused(tmp_path, "layer_types|max_window_layers|sliding", windows)

@@ -236,7 +236,10 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["lm_head"]}, "lm_head has experts, but vLLM serves those on FFNs and on linears of FFNs"),
+        (
+            {"target_modules": ["mlp", "lm_head"], "num_experts_pattern": {"lm_head": 1}},
+            "lm_head has LoRAs, but vLLM serves those on FFNs and on linears of FFNs",
+        ),
         (
             {"modules_to_save": ["embed_tokens"], "tied": True},
             "embed_tokens.* was trained, but the base ties it to another",

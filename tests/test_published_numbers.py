@@ -206,6 +206,12 @@ def test_how_requests_are_told_apart():
         f"and {reached('many', 'more'):.0f} to {reached('many', 'general'):.0f} % of general requests reach the base"
     ) in text("docs/combine.md")
     assert "a linear gate, which had {:.0f} and {:.0f} % there".format(*linear) in text("docs/combine.md")
+    gone = [
+        [100 * run["gone"] for run in runs if (run["set"], run["rows"], run["way"]) == ("domains", 240, way)]
+        for way in ("to base", "no trace")
+    ]
+    to_base, no_trace = (sum(of) / len(of) for of in gone)
+    assert f"{to_base:.0f} % go to the base with it, and {no_trace:.1f} % without" in text("docs/serve-many.md")
 
 
 def test_upit_as_its_paper_has_it():

@@ -374,16 +374,21 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
 
 
 def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
-    """Raise if routers would be trained whose balancing loss a model does not add."""
+    """Raise if routers would be trained that nothing balances."""
     kind = "is an encoder-decoder" if is_encoder_decoder(model) else "has routers of its own"
-    if config.inference_mode or not config.router_aux_loss_coef:
+    if config.inference_mode or not (is_encoder_decoder(model) or has_routed_experts(model)):
         return
-    if not is_encoder_decoder(model) and not has_routed_experts(model):
+    if all(_spec(config, name, model).num_experts == 1 for name in names):
         return
-    if any(_spec(config, name, model).num_experts > 1 for name in names):
+    if config.router_aux_loss_coef:
         raise InputError(
             f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} {kind}, and "
             "gets no balancing loss; set it to 0, or use num_experts=1"
+        )
+    if config.router_bias_update_rate and is_encoder_decoder(model):
+        raise InputError(
+            f"MoELoraConfig: router_bias_update_rate={config.router_bias_update_rate}: {type(model).__name__} {kind}, "
+            "whose routers see other tokens in each half; set it to 0"
         )
 
 

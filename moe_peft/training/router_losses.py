@@ -21,8 +21,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ..models.introspection import RoutedPass, observed_routing, text_config
-from ..models.layer import routed_layers, router_parameters
+from ..adapter import router_outputs
+from ..adapter.base_model import is_encoder_decoder
+from ..models.introspection import RoutedPass, base_model, observed_routing, text_config
+from ..models.layer import NativeLayer, routed_layers, router_parameters
 from ..models.steering import steered
 from ..routing.gates import Steering, stacked
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope
@@ -92,12 +94,21 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
             raise InputError(f"one process has {self.args.n_gpu} GPUs; start one process per GPU: accelerate launch")
         layers = routed_layers(self.model, type(self).__name__)
+        base = base_model(self.model)
+        if is_encoder_decoder(base):
+            raise InputError(
+                f"{type(self).__name__}: {type(base).__name__} is an encoder-decoder, whose routers see other tokens "
+                "in each half; train it with a trainer that adds no losses of routers"
+            )
+        # Beside a MoE's own routers, the config's fields and the balancing loss stay theirs.
+        self._owns_fields = router_outputs.is_installed(base) or any(isinstance(x, NativeLayer) for x in layers)
         self._sizes, self._ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
         self._routers = [layer.router for layer in layers]
         self._default_balancing = layers[0].default_balancing
         self._coefficients = loss_coefficients(self.model, self.args)
         self._check_rate()
-        self.aux_loss_enabled = False  # TRL would add its own balancing loss
+        if self._owns_fields:
+            self.aux_loss_enabled = False  # TRL would add its own balancing loss
         warn_of_top_1(layers)
         self._balance_by_bias()
         self._frozen = freeze_for_stage(self.model, router_parameters(self.model), self.args.training_stage)
@@ -220,7 +231,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         token_labels = inputs.pop(COLUMN, None)
         self._keep_frozen()
         passes: list[RoutedPass] = []
-        with masked, observed_routing(self.model, passes.append), _without_balancing(text_config(self.model)):
+        own = _without_balancing(text_config(self.model)) if self._owns_fields else nullcontext()
+        with masked, observed_routing(self.model, passes.append), own:
             result = trainer.compute_loss(
                 model, dict(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -268,6 +280,10 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
         return RouterBatch(logits_LTN, mask_T, self._ks[0], scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
 
+    def _logged(self, name: str) -> str:
+        """A loss's name in the log. That of the balancing loss is TRL's, unless the model has one of its own."""
+        return "aux_loss" if name == "aux" and self._owns_fields else f"router_{name}_loss"
+
     def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]
 
@@ -287,12 +303,12 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
                 if entry.needs_labels and batch.label_mask is not None:
                     mask_T, step_tokens = batch.label_mask, self._step_label_tokens
                 total, tokens = (value * mask_T).sum(), mask_T.sum().clamp(min=1)
-                noted[_logged(name)] = (total, mask_T.sum())
+                noted[self._logged(name)] = (total, mask_T.sum())
                 if self.model.training and step_tokens is not None:
                     tokens = step_tokens.to(tokens.device)
                 value = token_scale * total / tokens
             else:
-                noted[_logged(name)] = (value, torch.ones_like(value))
+                noted[self._logged(name)] = (value, torch.ones_like(value))
                 value = batch_scale * value
             if counts:
                 loss = loss + (coefficient * value).to(loss.device)
@@ -340,11 +356,6 @@ def _is_of(seen: RoutedPass, inputs: Mapping[str, Any]) -> bool:
     """Whether a pass read a batch's own tokens."""
     ids = inputs.get("input_ids")
     return seen.input_ids is not None and isinstance(ids, torch.Tensor) and torch.equal(seen.input_ids, ids)
-
-
-def _logged(name: str) -> str:
-    """A loss's name in the log; that of the balancing loss is TRL's."""
-    return "aux_loss" if name == "aux" else f"router_{name}_loss"
 
 
 # --- the log --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from numbers import Real
@@ -73,7 +73,8 @@ def check_settings(config: Any, source: str = "") -> None:
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
-                raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}")
+                remedy = "; a plugin's needs --plugins" if isinstance(allowed, Mapping) else ""  # a table open to them
+                raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}{remedy}")
             continue
         is_mapping = each.default_factory is dict
         values = (value or {}) if is_mapping else {"": value}

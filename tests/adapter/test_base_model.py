@@ -226,6 +226,8 @@ def test_an_encoder_decoder_gets_no_balancing_loss_and_so_no_router_that_needs_i
     model = encoder_decoder(name)
     refused(f"target_modules=None: {name}ForConditionalGeneration is an encoder-decoder", model)
     refused("router_aux_loss_coef=0.01: .* is an encoder-decoder.*set it to 0", model, target_modules=linears)
+    biases = {"target_modules": linears, "router_aux_loss_coef": 0, "router_bias_update_rate": 0.1}
+    refused("router_bias_update_rate=0.1: .* is an encoder-decoder, .*set it to 0", model, **biases)
     labels = IDS[:, :5].contiguous()
     with torch.no_grad():
         dense = model(input_ids=IDS, labels=labels).loss

@@ -11,7 +11,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 from trl import DPOConfig, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
 
 from compatibility import trainers as table
@@ -291,3 +299,31 @@ def test_the_page_shows_the_table():
         row = next(line for line in shown.splitlines() if line.startswith(f"| {trainer} |") and line.count("|") > 6)
         for setting, text in zip(table.SETTINGS, row.strip("|").split("|")[1:], strict=True):
             assert results[trainer, setting] == {{"–": "not with this trainer"}.get(text.strip(), text.strip())}
+
+
+class MoETrainer(RouterLossesMixin, Trainer):
+    """A trainer of one's own."""
+
+
+def test_a_moe_keeps_its_own_balancing_loss_beside_experts_on_its_attention(tmp_path):
+    losses, sizes = [], {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for trainer in (Trainer, MoETrainer):
+        torch.manual_seed(0)
+        moe = MixtralForCausalLM(MixtralConfig(
+            **sizes, vocab_size=128, num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+            router_aux_loss_coef=0.5,
+        ))  # fmt: skip
+        model = adapt(moe, target_modules=["q_proj"], top_k=1, router_aux_loss_coef=0)
+        args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+        data = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
+        losses.append(trainer(model=model, args=args, train_dataset=data).train().training_loss)
+        assert model.config.output_router_logits is True
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_router_losses_of_an_encoder_decoder_are_refused(tmp_path):
+    config = T5Config(d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, d_model=32, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    model = adapt(model, target_modules=["wi", "wo"], router_aux_loss_coef=0, task_type="SEQ_2_SEQ_LM")
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder, whose routers see other"):
+        MoETrainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))

@@ -32,6 +32,7 @@ from ..utils.loading import (
     CONFIG,
     EXPERT_COUNTS,
     adapter_weights,
+    check_causal,
     check_loaded,
     check_tokenizer,
     empty_model,
@@ -416,6 +417,7 @@ class WholeModel(ModelFolder):
         Nothing is initialized because it is missing, and the routers that replaced a MoE's gates are loaded, too. A
         quantized model is placed on this process's device, unless ZeRO-3 shards it.
         """
+        check_causal(self.config, self)
         has_routers = hasattr(self.config.get_text_config(), CONFIG_FIELD)
         if Path(self.path).is_dir():
             _refuse_adapter(self.path, self)

@@ -22,6 +22,7 @@ from huggingface_hub import hf_hub_download
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
 from safetensors.torch import load_file
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -215,6 +216,15 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
     return config
 
 
+def check_causal(config: PreTrainedConfig, source: object) -> None:
+    """
+    Raises:
+        ValueError: transformers has no causal language model of this type.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{source}: is a {config.model_type!r} model, which is no causal language model; name one")
+
+
 def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -> PreTrainedModel:
     """
     A model without weights, on the meta device.
@@ -222,6 +232,7 @@ def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -
     Args:
         dtype: of the parameters; "auto" is the config's.
     """
+    check_causal(config, source)
     with reading(source), without_zero3(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
 

@@ -15,7 +15,14 @@ import yaml
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    set_seed,
+)
 from transformers import logging as transformers_logging
 
 from moe_peft import MoELoraConfig
@@ -678,6 +685,19 @@ def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
     }  # fmt: skip
     asked = [("system", "Be kind."), ("user", "hello"), ("assistant", "hello!"), ("user", "Say hi.")]
     assert [(m["role"], m["content"]) for m in rows[1]["prompt"]] == asked
+
+
+@pytest.mark.parametrize("command", ["sft", "inspect", "chat"])
+def test_a_base_that_is_no_causal_language_model_is_called_so(command, case, tokenizer, tmp_path, capsys):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    T5ForConditionalGeneration(T5Config(vocab_size=128, **sizes)).save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    flags = {"sft": ["--model_name_or_path", "--output_dir"], "inspect": ["--model", "--output"], "chat": ["--model"]}
+    values = [[flag, str(tmp_path / name)] for flag, name in zip(flags[command], ("t5", "out"), strict=False)]
+    data = {"sft": ["--dataset_name", case["dataset_name"]], "inspect": ["--data", case["dataset_name"]], "chat": []}
+    with pytest.raises(SystemExit):
+        main([command, *(part for pair in values for part in pair), *data[command]])
+    assert "t5': is a 't5' model, which is no causal language model" in capsys.readouterr().err
 
 
 def test_the_column_of_texts_may_have_another_name(case, tmp_path):

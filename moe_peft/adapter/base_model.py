@@ -106,11 +106,10 @@ def _towers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def is_behind_backbone(model: nn.Module, path: str) -> bool:
-    """Whether a module runs after the model without its head: what is recorded of a pass is complete by then."""
-    inner: Any = getattr(model, "base_model", model)
-    module = model.get_submodule(path)
-    return inner is not model and all(part is not module for part in inner.modules())
+def behind_backbone(model: nn.Module, paths: Iterable[str]) -> set[str]:
+    """Those of some modules that run after the backbone, as a head does: the recording of a pass has ended by then."""
+    inside = {*cast(nn.Module, getattr(model, "base_model", model)).modules()}
+    return {path for path in paths if model.get_submodule(path) not in inside}
 
 
 def has_routed_experts(model: nn.Module) -> bool:

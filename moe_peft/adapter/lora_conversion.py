@@ -25,7 +25,7 @@ from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
-from .base_model import embeddings_name, has_routed_experts, is_behind_backbone, short_names
+from .base_model import behind_backbone, embeddings_name, has_routed_experts, short_names
 from .config import EXPERT_FIELDS, TOKEN_ROWS, MoELoraConfig, by_pattern, name_in_base, trained_tokens
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, layout_in_layer
@@ -174,7 +174,7 @@ def lora_to_moe(
         modules = {key.rpartition(".")[0] for key in saved}
         settings["modules_to_save"] = sorted(modules.union(settings.get("modules_to_save") or ()))
         settings["ensure_weight_tying"] = loras[0].config.ensure_weight_tying
-    averaged = {name for name in targets if is_behind_backbone(model, name)}
+    averaged = behind_backbone(model, targets)
     if attention == "mean":
         averaged |= outside_ffns(model, targets)
     if averaged == targets.keys():

@@ -23,10 +23,10 @@ from ..utils.messages import InputError, one_line
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
 from .base_model import (
+    behind_backbone,
     embeddings_name,
     find_ffns,
     has_routed_experts,
-    is_behind_backbone,
     is_encoder_decoder,
     layout_of,
     name_endings,
@@ -374,18 +374,23 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
 
 
 def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
-    """Raise if routers would be trained that nothing balances."""
-    kind = "is an encoder-decoder" if is_encoder_decoder(model) else "has routers of its own"
-    if config.inference_mode or not (is_encoder_decoder(model) or has_routed_experts(model)):
+    """Raise if there would be routers that nothing records, or that are trained and nothing balances."""
+    routed = [name for name in names if _spec(config, name, model).num_experts > 1]
+    for name in behind_backbone(model, routed):
+        raise InputError(
+            f"MoELoraConfig: target module {name!r} runs after the layers, where nothing is recorded or balanced; give "
+            f"it one LoRA (num_experts_pattern={{{name!r}: 1}}), or leave it out"
+        )
+    has_two_halves = is_encoder_decoder(model)
+    if config.inference_mode or not routed or not (has_two_halves or has_routed_experts(model)):
         return
-    if all(_spec(config, name, model).num_experts == 1 for name in names):
-        return
+    kind = "is an encoder-decoder" if has_two_halves else "has routers of its own"
     if config.router_aux_loss_coef:
         raise InputError(
             f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} {kind}, and "
             "gets no balancing loss; set it to 0, or use num_experts=1"
         )
-    if config.router_bias_update_rate and is_encoder_decoder(model):
+    if config.router_bias_update_rate and has_two_halves:
         raise InputError(
             f"MoELoraConfig: router_bias_update_rate={config.router_bias_update_rate}: {type(model).__name__} {kind}, "
             "whose routers see other tokens in each half; set it to 0"
@@ -447,11 +452,6 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     # A single linear: whatever PEFT knows the sizes of, quantized or adapted already. Embeddings and convolutions have
     # sizes, too, but compute something else.
     if layout is None:
-        if spec.num_experts > 1 and is_behind_backbone(model, name):
-            raise InputError(
-                f"MoELoraConfig: target module {name!r} runs after the layers, where nothing is recorded or balanced; "
-                f"give it one LoRA (num_experts_pattern={{{name!r}: 1}}), or leave it out"
-            )
         _refuse_kernels(name, model)
         base = without_adapters(module)
         with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 
-from ..adapter.base_model import is_behind_backbone
+from ..adapter.base_model import behind_backbone
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.layers import MoELoraLayer
 from ..adapter.lora_conversion import averaged_linears, expert_to_lora, lora_to_moe
@@ -92,7 +92,7 @@ def put_expert(
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_updates)]
     loras += [adapter] if expert is None else []
     unloaded = model.unload()
-    routes = all(is_behind_backbone(unloaded, path) for path in averaged)  # a head is not routed in any case
+    routes = behind_backbone(unloaded, averaged) == {*averaged}  # a head has a mean in any case
     result = lora_to_moe(unloaded, loras, attention="route" if routes else "mean", **settings)
     new = _routers(result)
     if new.keys() != gates.keys():

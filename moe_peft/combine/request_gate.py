@@ -156,7 +156,7 @@ class RequestGate:
         penalty: λ of the kernel ridge regression.
         layers: of the model, which are read; None: the first quarter.
         margin: by how much a request's score for an adapter must be above that for the base.
-        gone: the vectors of adapters that are gone, whose requests the base answers.
+        gone: the vectors of adapters that have left, whose requests the base answers.
 
     Example:
 
@@ -362,14 +362,16 @@ class RequestGate:
         return gate
 
 
-def _write(path: Path, about: Mapping[str, Any], *parts: Mapping[str, torch.Tensor]) -> None:
-    tensors = {str(i): x_RLD.contiguous() for i, x_RLD in enumerate(x for part in parts for x in part.values())}
-    names, gone = map(list, parts)
-    save_file(tensors, path, metadata={"request_gate": json.dumps({**about, "names": names, "gone": gone})})
+def _write(
+    path: Path, about: Mapping[str, Any], vectors: Mapping[str, torch.Tensor], gone: Mapping[str, torch.Tensor]
+) -> None:
+    tensors = {str(i): x_RLD.contiguous() for i, x_RLD in enumerate([*vectors.values(), *gone.values()])}
+    about = {**about, "names": [*vectors], "gone": [*gone]}
+    save_file(tensors, path, metadata={"request_gate": json.dumps(about)})
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What `_write` wrote: the settings, and the vectors by name, also of adapters that are gone."""
+    """What `_write` wrote: the settings, and the vectors by name, also of adapters that have left."""
     if not path.is_file():
         raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
     with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:

@@ -81,9 +81,7 @@ def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrained
     values, defaults = dense.settings(config), type(config)().to_dict()
     moe_fields = {*CONFIG_MAPPING[moe.model_type]().to_dict(), *moe.keeps}
     # Models read the size of a head, also where their config class does not declare it.
-    head_dim = values.get("head_dim")
-    if head_dim not in (None, config.hidden_size // config.num_attention_heads):
-        defaults["head_dim"] = None
+    defaults.setdefault("head_dim", config.hidden_size // config.num_attention_heads)
     for key, value in values.items():
         # The dense model does not read other fields that its config class does not declare.
         if key in defaults and key not in moe_fields | _NOT_CARRIED and value != defaults[key]:

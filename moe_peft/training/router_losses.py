@@ -231,8 +231,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         token_labels = inputs.pop(COLUMN, None)
         self._keep_frozen()
         passes: list[RoutedPass] = []
-        own = _without_balancing(text_config(self.model)) if self._owns_fields else nullcontext()
-        with masked, observed_routing(self.model, passes.append), own:
+        unbalanced = _without_balancing(text_config(self.model)) if self._owns_fields else nullcontext()
+        with masked, observed_routing(self.model, passes.append), unbalanced:
             result = trainer.compute_loss(
                 model, dict(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )

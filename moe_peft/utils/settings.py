@@ -73,7 +73,9 @@ def check_settings(config: Any, source: str = "") -> None:
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
-                remedy = "; a plugin's needs --plugins" if isinstance(allowed, Mapping) else ""  # a table open to them
+                remedy = (
+                    "; import a plugin that has it first (--plugins)" if isinstance(allowed, Mapping) else ""
+                )  # a table open to them
                 raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}{remedy}")
             continue
         is_mapping = each.default_factory is dict

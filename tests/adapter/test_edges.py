@@ -364,7 +364,7 @@ def test_a_lora_on_the_head_counts_in_losses(kind):
     with torch.no_grad():
         logits = model(ids).logits
     labels = ids.clone()
-    labels[:3, 1:] = logits[:3, :-1].argmax(-1)  # right, up to what follows from other tokens
+    labels[:3, 1:] = logits[:3, :-1].argmax(-1)  # the most probable tokens, of three rows
     labels[:, :2] = -100
     ids_and_labels = Dataset.from_list([{"i": i} for i in range(5)])
 

@@ -84,7 +84,7 @@ def test_routers_of_several_kinds_are_recorded(settings):
 def test_each_thread_records_its_own_texts():
     config = MoELoraConfig(num_experts=4, top_k=2, r=4, init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(tiny_llama(), config).eval()
-    ids, both, tapes = torch.arange(3, 12)[None], Barrier(2), {}
+    ids, both, tapes = torch.arange(3, 12)[None], Barrier(2, timeout=60), {}
 
     def run(expert: int) -> None:
         with torch.no_grad(), force_experts(model, expert), record_routes(model) as tapes[expert]:

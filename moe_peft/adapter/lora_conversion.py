@@ -196,7 +196,23 @@ def lora_to_moe(
     config = MoELoraConfig(num_experts=n, **determined, **settings)
     matrices = _stacked(loras, targets, config.expert_spec(""), averaged, shared)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
-    layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
+    _fill_experts(peft_model, adapter_name, targets, matrices, shared)
+    inner = peft_model.get_base_model()
+    for key, tensor in saved.items():
+        module, _, name = key.rpartition(".")
+        inner.get_submodule(f"{module}.modules_to_save.{adapter_name}").get_parameter(name).data.copy_(tensor)
+    for module, rows in _token_rows(everyone).items():
+        wrapper: Any = inner.get_submodule(module)
+        wrapper.token_adapter.trainable_tokens_delta[adapter_name].data.copy_(_shared_rows(module, rows))
+    return peft_model
+
+
+def _fill_experts(
+    model: PeftModel, adapter_name: str, targets: dict[str, tuple[str, str]],
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], shared: _Lora | None,
+) -> None:  # fmt: skip
+    """Give routed experts the stacked matrices of each linear, the shared one its LoRA, and zeros to all the rest."""
+    layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
         has_shared = layer.moe_lora_spec[adapter_name].num_shared_experts
         shared_parameters = layer.shared_parameters(adapter_name) if has_shared else ()
@@ -207,24 +223,14 @@ def lora_to_moe(
         owner, projection = targets[module]
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
-    if shared is not None:
-        for module, A in shared.A.items():
-            owner, projection = targets[module]
-            layer = layers[owner]
-            factor = lora_scaling(shared.config, module) / layer.moe_lora_spec[adapter_name].scaling
-            for parameters, matrix in zip(
-                layer.shared_parameters(adapter_name), (A, shared.B[module].T * factor), strict=True
-            ):
-                parameters[projection].data[0, : len(matrix)].copy_(matrix)
-    for key, tensor in saved.items():
-        module, _, name = key.rpartition(".")
-        peft_model.get_base_model().get_submodule(f"{module}.modules_to_save.{adapter_name}").get_parameter(
-            name
-        ).data.copy_(tensor)
-    for module, rows in _token_rows(everyone).items():
-        wrapper: Any = peft_model.get_base_model().get_submodule(module)
-        wrapper.token_adapter.trainable_tokens_delta[adapter_name].data.copy_(_shared_rows(module, rows))
-    return peft_model
+    if shared is None:
+        return
+    for module, A in shared.A.items():
+        owner, projection = targets[module]
+        factor = lora_scaling(shared.config, module) / layers[owner].moe_lora_spec[adapter_name].scaling
+        pair = (A, shared.B[module].T * factor)
+        for parameters, matrix in zip(layers[owner].shared_parameters(adapter_name), pair, strict=True):
+            parameters[projection].data[0, : len(matrix)].copy_(matrix)
 
 
 def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLinear]:

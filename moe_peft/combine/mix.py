@@ -110,51 +110,29 @@ def _check_gates(settings: MixSettings) -> None:
 
 def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     with new_folder(settings.output) as folder:
-        adapters = [open_folder(name, "adapters", LoraFolder, base=settings.base) for name in settings.adapters or []]
-        mixture = None
-        if settings.add_to is not None:
-            mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
-            n = mixture.config.num_updates
-            if (settings.replace or 0) >= n:
-                raise InputError(f"replace={settings.replace}: {mixture} has experts 0 to {n - 1}")
-            n += settings.replace is None
-            if len(labels) != n:
-                raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
+        # What is wrong with what is given is said before the base is loaded.
+        mixture, adapters = _opened(settings, labels)
         parts = [*adapters] if mixture is None else [mixture, *adapters]
         base, tokenizer = common_base(parts), parts[0].tokenizer
         check_tokenizer(tokenizer, base.config, parts[0])
         warn_of_templates(parts)
-        former = None
-        if mixture is not None and settings.gates == "ridge":
-            former = read_sums(mixture.folder, mixture.gates)
+        former = read_sums(mixture.folder, mixture.gates) if mixture and settings.gates == "ridge" else None
         source = Source(settings, labels, tokenizer, joins=former is not None)
         calibration, held_out = source.split()
         _say_cost(calibration, held_out, labels)
         batches = source.batches(calibration)
-        paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
-        if mixture is None:
-            top_k = settings.top_k or min(find_gate_init(settings.gates).top_k, len(paths))
-            model = lora_to_moe(
-                loaded, paths, attention=settings.attention or "route", top_k=top_k, always=settings.always,
-                mixing=settings.mixing or "output", base_expert=settings.neutral is not None,
-            )  # fmt: skip
-        else:
-            model = put_expert(loaded, mixture.path, paths[0], settings.replace, source.new)
+
+        model = _joined_model(settings, base.load(settings.dtype), mixture, adapters, source)
         config = model.peft_config["default"]
         config.revision, config.expert_names = base.revision, [*labels, *([BASE] if config.base_expert else [])]
-
-        # The gates: of all texts, or of the new expert's beside the sums of the others.
-        if former is not None:
-            new = labels.index(source.new)
-            if batches is None or all((batch["expert"] == new).all() for batch in batches):
-                numbers = [*range(new), None, *range(new + (settings.replace is not None), len(former[0]))]
-                former = renumbered(former, numbers[: config.num_experts])
-            else:
-                former = None
-        # Beside them, one that picks an adapter for a request.
+        # A gate that picks an adapter for a request, and beside it those of tokens.
         gate = _request_gate(source, model, calibration, mixture)
-        keeps = _keeps_sums(settings, model)
-        sums = init_gates(model, WAY if keeps else settings.gates, batches, former=former if keeps else None)
+        if keeps := _keeps_sums(settings, model):
+            former = former and _renumbered(former, source, batches, config.num_experts)
+            sums = init_gates(model, WAY, batches, former=former)
+        else:
+            init_gates(model, settings.gates, batches)
+
         measured = None
         if held_out is not None:
             general = [] if gate is None or BASE not in gate.vectors else neutral_texts(settings.neutral)[1]
@@ -168,6 +146,44 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             gate.save_pretrained(folder)
         _report(settings, labels, measured, folder, base.path)
     return measured
+
+
+def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | None, list[LoraFolder]]:
+    """The mixture that an adapter joins, if it joins one, and the adapters."""
+    adapters = [open_folder(name, "adapters", LoraFolder, base=settings.base) for name in settings.adapters or []]
+    if settings.add_to is None:
+        return None, adapters
+    mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
+    n = mixture.config.num_updates
+    if (settings.replace or 0) >= n:
+        raise InputError(f"replace={settings.replace}: {mixture} has experts 0 to {n - 1}")
+    n += settings.replace is None
+    if len(labels) != n:
+        raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
+    return mixture, adapters
+
+
+def _joined_model(
+    settings: MixSettings, base: Any, mixture: MoELoraFolder | None, adapters: Sequence[LoraFolder], source: Source
+) -> Any:
+    """The base with a mixture of the adapters, or with the one that the adapter joins."""
+    paths = [adapter.path for adapter in adapters]
+    if mixture is not None:
+        return put_expert(base, mixture.path, paths[0], settings.replace, source.new)
+    top_k = settings.top_k or min(find_gate_init(settings.gates).top_k, len(paths))
+    return lora_to_moe(
+        base, paths, attention=settings.attention or "route", top_k=top_k, always=settings.always,
+        mixing=settings.mixing or "output", base_expert=settings.neutral is not None,
+    )  # fmt: skip
+
+
+def _renumbered(former: Any, source: Source, batches: list[dict[str, Any]] | None, num_experts: int) -> Any:
+    """The sums of a mixture's experts beside a new one's texts; None if there are texts of all experts."""
+    new = source.labels.index(source.new)
+    if batches is not None and any((batch["expert"] != new).any() for batch in batches):
+        return None
+    after = new + (source.settings.replace is not None)
+    return renumbered(former, [*range(new), None, *range(after, len(former[0]))][:num_experts])
 
 
 def _say_cost(calibration: Dataset | None, held_out: Dataset | None, labels: Sequence[str]) -> None:

@@ -32,13 +32,8 @@ def fused_lm_head(model: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Iter
 
     Args:
         outputs: see `trl.trainer.utils.add_fused_lm_head`.
-
-    Raises:
-        ValueError: the head has a LoRA, which TRL's would leave out.
     """
     base = base_model(model)
-    if _head_is_adapted(model):
-        raise InputError("the adapter has a LoRA on the head, which the fused loss leaves out; train without it")
     forward = base.__dict__.get("forward")  # of a trainer's head, for example
     _add_fused_lm_head(base, outputs=outputs)
     try:

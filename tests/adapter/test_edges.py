@@ -30,12 +30,11 @@ from moe_peft.native.expert_init import FFN, INITIALISATIONS, ExpertInit, genera
 from moe_peft.native.safetensors_io import ShardedWriter
 from moe_peft.routing.gates import Steering, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
-from moe_peft.training.scoring import example_answers, example_losses, fused_lm_head, mean_loss
+from moe_peft.training.scoring import example_answers, example_losses, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit.buckets import perplexity_buckets
 from moe_peft.upit.expansion import dare_merge, expand
 from moe_peft.utils.expert_likeness import likeness, similarities, update_gram
-from moe_peft.utils.messages import InputError
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.close import assert_near, near
 from tests.helpers.expert_layers import D, ffn_layer, linear_layer, tensors
@@ -376,8 +375,6 @@ def test_a_lora_on_the_head_counts_in_losses(kind):
     losses = -logits.double().log_softmax(-1)[:, 1:-1].gather(-1, labels[:, 2:, None])[..., 0].sum(-1)
     assert_near(answers.losses, losses, dtype=torch.float32)
     assert answers.counts.tolist() == [7] * 5 and answers.right.tolist() == [True] * 3 + [False] * 2
-    with pytest.raises(InputError, match="a LoRA on the head, which the fused loss leaves out"), fused_lm_head(model):
-        pass
 
 
 def test_perplexities_that_are_infinite_or_equal_have_an_order():

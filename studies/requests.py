@@ -47,6 +47,15 @@ Predictions, means over seeds.
 6. *Joint* is within 3 points of *own* on *short* and *domains*, above *picked* on *domains* and *many*.
 7. No scope of the text is within 2 points of *picked* on all of *one*, *system* and *switch* in all three sets.
 
+Controls, added before their first run, with *short* and *domains*, seeds 3 and 4 (the LoRAs are those of
+`studies.changing_tasks`, trained as here), and *many*, seed 0; requests alone. *Shuffled*: the gate's training rows are
+dealt to the tasks anew, as many to each. *Noise*: of each LoRA, B is random and as large; the own one answers.
+
+8. *Picked, shuffled* and *token, shuffled* have less than half of what they have with their labels, and at most 5
+   points more than the *mean*; *own, noise* has less than 2 %.
+
+*Many* is measured without the scopes, which had lost on the sets before it, by up to 80 points.
+
 Run so far: *short* and *domains* with seeds 0 and 1, *joint, replay* with seed 0 alone. What failed of the predictions:
 
 - 2: *picked* loses 2.5 and 3.7 points with *system*; so does *own*, as the requests' choice is the same.
@@ -80,7 +89,7 @@ from moe_peft import RequestGate, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.router_recorder import state
 from moe_peft.combine.request_gate import RequestReader, neutral_requests
 from moe_peft.models.gates import uniform_gates
-from moe_peft.models.layer import AdapterLayer, routed_layers
+from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
 from . import short_tasks
@@ -192,8 +201,9 @@ class Requests:
         for name, seed in [*parts, *(("many", seed) for seed in SEEDS["many"])]:
             missing = [job for task in self.tasks[name] if (job := Job(name, seed, f"train {task}")) not in done]
             yield from missing
-            if not missing and Job(name, seed, "measure") not in done:
-                yield Job(name, seed, "measure")
+            for what in ("measure", "controls"):
+                if not missing and Job(name, seed, what) not in done:
+                    yield Job(name, seed, what)
             if name != "domains" and not missing:
                 yield from self.joint_jobs(("domains", name) if name == "short" else (name,), seed, done)
 
@@ -213,6 +223,8 @@ class Requests:
             return Measured(self, job).joint(job.what)
         if job.what == "measure":
             Measured(self, job).all_ways()
+        elif job.what == "controls":
+            Measured(self, job).controls()
         else:
             self.train(job.set, job.seed, job.what.removeprefix("train "))
         self.ledger.add({**job._asdict(), "way": job.what}, f"{time.monotonic() - started:.0f} s")
@@ -292,7 +304,7 @@ class Measured:
         folders = [study.folder(job.set, job.seed, task) for task in self.tasks]
         self.model = lora_to_moe(copy.deepcopy(study.base), folders, top_k=1, mixing="projection").eval()
         self.model.config.output_router_logits = False
-        self.layers: list[AdapterLayer] = routed_layers(self.model)  # type: ignore[assignment]
+        self.layers: list[Any] = routed_layers(self.model)
         self.routers = [layer.router for layer in self.layers]
         self.known: dict[tuple[str, int, int], Any] = {}
         self.scope: Any = None
@@ -353,11 +365,9 @@ class Measured:
         base = self.model.get_base_model()
         for rows in (FEW, study.most_rows):
             train = {task: study.train_rows(job.set, job.seed, task)[:rows] for task in self.tasks}
-            prompts = {task: [row["prompt"] for row in of_task] for task, of_task in train.items()}
-            gate = RequestGate.fit(base, prompts, tokenizer=study.tokenizer)
-            self.note_picked(rows, gate)
-            self.put(self.token_gates(train), TokenScope(n))
-            self.note("token", rows, self.free())
+            prompts = self.both_gates(train, rows)
+            if job.set == "many":
+                continue
             deep = RequestGate(base, reader, {}, layers=len(self.layers))
             vectors = [deep.read(of_task) for of_task in (*prompts.values(), neutral_requests())]
             weight_LND = ridge(vectors, penalty=0.1)
@@ -366,6 +376,40 @@ class Measured:
                 self.scope = Scope(kind, n, turn)
                 self.put(weight_LND, self.scope)
                 self.note(kind, rows, self.free())
+
+    def both_gates(self, train: dict[str, list[dict[str, Any]]], rows: int, kind: str = "") -> dict[str, list[Any]]:
+        """Note what is picked, and what tokens choose, by gates of these rows; the rows' prompts."""
+        prompts = {task: [row["prompt"] for row in of_task] for task, of_task in train.items()}
+        self.scope = None
+        self.note_picked(rows, RequestGate.fit(self.study.base, prompts, tokenizer=self.study.tokenizer), kind)
+        self.put(self.token_gates(train), TokenScope(self.n))
+        self.note(f"token{kind}", rows, self.free())
+        return prompts
+
+    def controls(self) -> None:
+        """Requests alone, with gates of rows whose labels were shuffled, and with LoRAs of noise."""
+        study, job, most = self.study, self.job, self.study.most_rows
+        for parts in (self.parts, self.own, self.texts):
+            for kind in parts.keys() - {"one"}:
+                del parts[kind]
+        self.note("own, control", 0, self.forced(self.own))
+        with uniform_gates(self.model, "projection"):
+            self.note("mean, control", 0, self.free())
+        train = {task: study.train_rows(job.set, job.seed, task) for task in self.tasks}
+        self.both_gates(train, most, ", control")
+        rows = [row for of_task in train.values() for row in of_task]
+        random.Random(f"labels {job.seed}").shuffle(rows)
+        dealt = iter(rows)
+        self.both_gates({task: [next(dealt) for _ in of] for task, of in train.items()}, most, ", shuffled, control")
+        self.known.clear()
+        draw = torch.Generator(DEVICE).manual_seed(job.seed)
+        for layer in self.layers:
+            for B in layer.module.expert_parameters(layer.adapter)[1].values():
+                noise = torch.randn(B.shape, generator=draw, device=DEVICE)
+                with torch.no_grad():
+                    B.copy_(noise / noise.norm(dim=(1, 2), keepdim=True) * B.norm(dim=(1, 2), keepdim=True))
+        self.use_own_routers()
+        self.note("own, noise, control", 0, self.forced(self.own))
 
     def joint(self, way: str) -> None:
         folder = self.study.folder(self.job.set, self.job.seed, way)
@@ -423,23 +467,31 @@ class Measured:
             found[kind] = [self.known[kind, i, expert] for i, expert in enumerate(experts)]
         return found
 
-    def note_picked(self, rows: int, gate: RequestGate) -> None:
+    def note_picked(self, rows: int, gate: RequestGate, kind: str) -> None:
         index = {name: i for i, name in enumerate([*self.tasks, None])}
         chosen = {kind: [index[name] for name in gate.pick(texts)] for kind, texts in self.texts.items()}
+        self.use_own_routers()
+        own = {
+            kind: _mean(a == b for a, b in zip(chosen[kind], self.own[kind], strict=True))
+            for kind in KINDS
+            if kind in chosen
+        }
+        if "none" in chosen:
+            own["none"] = _mean(i == self.n for i in chosen["none"])
+        self.note(f"picked{kind}", rows, self.forced(chosen), chosen=own)
+
+    def use_own_routers(self) -> None:
+        """Give back the routers that experts can be forced in."""
         for layer, router in zip(self.layers, self.routers, strict=True):
             layer.module.moe_lora_router[layer.adapter] = router
-        own = {kind: _mean(a == b for a, b in zip(chosen[kind], self.own[kind], strict=True)) for kind in KINDS}
-        self.note(
-            "picked", rows, self.forced(chosen), chosen={**own, "none": _mean(i == self.n for i in chosen["none"])}
-        )
 
     def note(self, way: str, rows: int, found: dict[str, list[Any]], **more: Any) -> None:
         none = found.get("none")
         record: dict[str, Any] = {"set": self.job.set, "seed": self.job.seed, "way": way, "rows": rows, **more}
         if "one" in found:
-            right = {kind: [a.is_match for a in found[kind]] for kind in (*KINDS, "two, other")}
-            other = right.pop("two, other")
-            right["two"] = [a or b for a, b in zip(right["two"], other, strict=True)]
+            right = {kind: [a.is_match for a in of_kind] for kind, of_kind in found.items() if kind != "none"}
+            if other := right.pop("two, other", None):
+                right["two"] = [a or b for a, b in zip(right["two"], other, strict=True)]
             record["right"] = {kind: "".join("01"[is_right] for is_right in of) for kind, of in right.items()}
             record["loss"] = -sum(a.log_prob for a in found["one"]) / sum(a.tokens for a in found["one"])
         if none:
@@ -548,8 +600,9 @@ def report(ledger: Ledger) -> str:
         " that are answered as by the base; *harm*: the loss per token of those answers above the base's; *chosen*:"
         " requests picked for their own adapter (of *one*, behind *system* prompts), and general ones for the base.",
     ]
+    controls = [run for run in runs if run["way"].endswith("control")]
     for name in SEEDS:
-        of_set = [run for run in runs if run["set"] == name]
+        of_set = [run for run in runs if run["set"] == name and run not in controls]
         if not of_set:
             continue
         head = f"| way | rows | seeds | {' | '.join(KINDS)} | loss of one | none | harm | chosen |"
@@ -573,6 +626,12 @@ def report(ledger: Ledger) -> str:
             of_a, of_b = ([r for r in of_set if r["way"] == way and r["rows"] in (0, most)] for way in (a, b))
             if of_a and of_b:
                 lines.append(f"| {a} − {b} | {' | '.join(_difference(of_a, of_b, kind) for kind in KINDS)} |")
+    sets = [name for name in SEEDS if any(run["set"] == name for run in controls)]
+    lines += ["", "## Controls", "", f"| right, *one* | {' | '.join(sets)} |", f"|{'---|' * (1 + len(sets))}"]
+    for way in dict.fromkeys(run["way"] for run in controls):
+        of_sets = [[run for run in controls if (run["way"], run["set"]) == (way, name)] for name in sets]
+        cells = [f"{100 * _mean(float(_matches([run], 'one').mean()) for run in of_set):.1f}" for of_set in of_sets]
+        lines.append(f"| {way.removesuffix(', control')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

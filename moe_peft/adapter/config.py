@@ -21,7 +21,7 @@ from .experts import EXPERTS, Experts
 EXPERT_FIELDS = (
     "num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections",
     "bottleneck_size", "exclude_modules", "layers_to_transform", "layers_pattern", "num_experts_pattern",
-    "rank_pattern", "alpha_pattern", "init_lora_weights", "trainable_token_indices",
+    "rank_pattern", "alpha_pattern", "init_lora_weights", "trainable_token_indices", "mean_loras",
 )  # fmt: skip
 
 # How PEFT names the rows of tokens that an adapter trained, and the whole embeddings, saved where they were resized.
@@ -100,6 +100,8 @@ class MoELoraConfig(PeftConfig):
         expert_names: Names of the experts, in order, for reports and `moe_peft.force_experts`; None: 0, 1, ….
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
+        mean_loras: The one LoRA of each linear that has no experts is the mean of what the experts had there, side by
+            side; `moe_peft.lora_to_moe` sets it.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
         alpha_pattern: Maps a module name or regex to an alpha other than `lora_alpha`.
         router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
@@ -159,6 +161,7 @@ class MoELoraConfig(PeftConfig):
     expert_names: list[str] | None = setting(None, "Names of the experts, in order.")
     num_experts_pattern: dict[str, int] = setting(dict, "Number of experts by module name or regex.", COUNT)
     top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
+    mean_loras: bool = setting(False, "The one LoRA of a linear without experts is the mean of the experts' own.")
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
     alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", POSITIVE)
     router_type: str = setting("linear", f"One of {', '.join(ROUTERS)}.", ROUTERS)

@@ -51,7 +51,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "arrow_config": (None, "it routes between LoRAs itself; give these"),
 }
 # Initial values by name that leave the base's weights as they are.
-_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
+_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
 
 def lora_rank(config: LoraConfig, module: str) -> int:
@@ -191,7 +191,7 @@ def lora_to_moe(
         settings["num_shared_experts"] = -(-max(map(len, shared.A.values())) // determined["r"])
     if averaged:  # alpha / (n r) is the scaling of an expert, divided by n
         names = sorted(short_names(averaged, [name for name, _ in model.named_modules()]))
-        determined["num_experts_pattern"] = dict.fromkeys(names, 1)
+        determined["mean_loras"], determined["num_experts_pattern"] = True, dict.fromkeys(names, 1)
         determined["rank_pattern"] = dict.fromkeys(names, len(loras) * determined["r"])
     config = MoELoraConfig(num_experts=n, **determined, **settings)
     matrices = _stacked(loras, targets, config.expert_spec(""), averaged, shared)
@@ -235,13 +235,13 @@ def _fill_experts(
 
 def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLinear]:
     """The linears with one LoRA that is the mean of the experts', as `attention="mean"` makes them, by their paths."""
-    config = model.peft_config[adapter_name]
+    if not model.peft_config[adapter_name].mean_loras:
+        return {}
     layers = ((p, m) for p, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLinear))
     return {
         path: layer
         for path, layer in layers
-        if (spec := layer.moe_lora_spec.get(adapter_name)) is not None
-        and (spec.num_experts, spec.rank, spec.use_rslora) == (1, config.num_updates * config.r, False)
+        if (spec := layer.moe_lora_spec.get(adapter_name)) is not None and spec.num_experts == 1
     }
 
 

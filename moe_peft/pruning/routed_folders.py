@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
+from ..adapter.lora_conversion import averaged_linears
 from ..combine.request_gate import copy_without
 from ..models.introspection import NAMES_FIELD
 from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, expect
@@ -77,6 +78,7 @@ class PrunableAdapter(Prunable):
         }
         routed = {name: layer for name, layer in adapted.items() if layer.moe_lora_router}
         self.single = [name for name in adapted if name not in routed]
+        self.averaged = [*averaged_linears(folder.empty, "default")]
         self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in routed.items()}
         self.routers: dict[str, Any] = {n: next(iter(layer.moe_lora_router.values())) for n, layer in routed.items()}
         takes_all = self.config.router_class.all_experts  # and so has no k that must stay
@@ -107,7 +109,11 @@ class PrunableAdapter(Prunable):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
                 state[key] = state[key][list(of_layer)]
             self._check_router(layer.name, config, state)
-        self._without_texts(folder, kept, state)
+        left = _common(kept)
+        config.mean_loras = config.mean_loras and left is not None
+        if left is not None:
+            self._cut_means(left, config, state)
+            self._without_texts(folder, left, state)
         copy_companions(self.folder.folder, folder)
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / ADAPTER_WEIGHTS,
                   metadata={"format": "pt"})  # fmt: skip
@@ -122,14 +128,19 @@ class PrunableAdapter(Prunable):
             raise InputError("the base would be left in some layers alone; keep it in all, or drop it in all")
         return found.pop()
 
-    def _without_texts(self, folder: Path, kept: Sequence[Sequence[int]], state: dict[str, torch.Tensor]) -> None:
-        """
-        Where all layers lost the same experts: gates that have nothing of their texts, if the mixture has sums, and the
-        gate for requests without them.
-        """
-        source, left = self.folder.folder, list(kept[0])
-        if any(list(of_layer) != left for of_layer in kept):
-            return
+    def _cut_means(self, left: list[int], config: MoELoraConfig, state: dict[str, torch.Tensor]) -> None:
+        """LoRAs that are the mean of the experts' become that of those that are left."""
+        r = self.config.r
+        rows = [row for i in left if i < self.config.num_updates for row in range(i * r, (i + 1) * r)]
+        for name in self.averaged:
+            for key in (*self._keys(name, "moe_lora_A."), *self._keys(name, "moe_lora_B.")):
+                state[key] = state[key][:, rows]
+        if self.averaged:  # whose rank is all that the pattern has
+            config.rank_pattern = dict.fromkeys(config.rank_pattern, len(rows))
+
+    def _without_texts(self, folder: Path, left: list[int], state: dict[str, torch.Tensor]) -> None:
+        """Gates that have nothing of the texts of lost experts, if the mixture has sums, and the gate for requests."""
+        source = self.folder.folder
         names = self.config.expert_names
         if names is not None:
             copy_without(source, folder, [name for i, name in enumerate(names) if i not in left])
@@ -183,11 +194,16 @@ class PrunableAdapter(Prunable):
             )
 
 
+def _common(kept: Sequence[Sequence[int]]) -> list[int] | None:
+    """The experts that are left; None where they are not the same in all layers."""
+    left = list(kept[0])
+    return left if all(list(of_layer) == left for of_layer in kept) else None
+
+
 def _names(names: Sequence[str] | None, kept: Sequence[Sequence[int]]) -> list[str] | None:
     """The names of the experts that are left; None where they are not the same in all layers."""
-    if names is None or any(list(of_layer) != list(kept[0]) for of_layer in kept):
-        return None
-    return [names[expert] for expert in kept[0]]
+    left = _common(kept)
+    return None if names is None or left is None else [names[expert] for expert in left]
 
 
 class PrunableMoE(Prunable):

@@ -2,12 +2,14 @@
 vLLM's plugin: it serves a MoE-LoRA adapter on its base, `vllm serve ./my-adapter`, without an export.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). For the engine, the adapter is a
-base model with two overrides of its config: the architecture, one of `vllm_models`, and the adapter's folder.
+base model with overrides of its config: the architecture, one of `vllm_models`, the adapter's folder, and what tells a
+compiler's cache that another adapter is there now.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import tempfile
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ..native.folders import MoELoraFolder
 
 ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
+DIGEST_FIELD = "moe_lora_digest"  # and what its modules with experts depend on
 PREFIX = "MoELora"  # of our architectures' names
 # Architectures of bases that are served; `vllm_models` makes their classes.
 ARCHITECTURES = (
@@ -67,7 +70,7 @@ def find_moe_lora(model: str) -> MoELoraFolder | None:
 def use_base(engine: Any, adapter: MoELoraFolder) -> None:
     """Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter."""
     adapter.remedy = "set it in the adapter's config"
-    check_served(adapter, engine.tensor_parallel_size, engine.pipeline_parallel_size)
+    check_served(adapter, engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.enable_lora)
     adapter.check_tensors()
     (architecture,) = adapter.base.config.architectures
     if not isinstance(engine.hf_overrides, dict):
@@ -76,6 +79,7 @@ def use_base(engine: Any, adapter: MoELoraFolder) -> None:
         **engine.hf_overrides,
         "architectures": [f"{PREFIX}{architecture}"],
         ADAPTER_FIELD: os.path.abspath(adapter.path),
+        DIGEST_FIELD: digest(adapter),
     }
     if engine.tokenizer is None and adapter.has_tokenizer:
         engine.tokenizer = _tokenizer_folder(adapter)  # training may have changed its chat template and EOS token
@@ -97,7 +101,17 @@ def _tokenizer_folder(adapter: MoELoraFolder) -> str:
     return str(folder)
 
 
-def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+def digest(adapter: MoELoraFolder) -> str:
+    """Another one for each set of modules with experts: vLLM keeps compiled models by their configs."""
+    from ..utils.loading import ADAPTER_CONFIG
+
+    parts = [(adapter.folder / ADAPTER_CONFIG).read_text(), *sorted(adapter.tensors)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def check_served(
+    adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, enable_lora: bool = False
+) -> None:
     """
     Raises:
         ValueError: vLLM cannot compute what the adapter does.
@@ -110,6 +124,10 @@ def check_served(adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline
         raise InputError(
             f"{adapter}: its base is a {architecture}, but vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
             "it with `moe-peft export`"
+        )
+    if enable_lora:
+        raise InputError(
+            "enable_lora: vLLM's LoRAs would replace linears that have experts; serve them with the base, or mix them"
         )
     if pipeline_parallel_size > 1:
         raise InputError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")

@@ -201,10 +201,12 @@ class MoELoraFFN(Host):
         gate, up = (None, inputs[0]) if self.fused else inputs
         self.layout = FFNLayout(gate=gate, up=up, down="down_proj", act="act_fn", fused=self.fused)
         self.base_layer = _DenseFFN(self, activation)
-        # Under tensor parallelism, the processes' partial outputs are added up once, at the end; only bottlenecks read
-        # the FFN's complete output.
-        self.reduces = self.down_proj.tp_size > 1 and not spec.needs_ffn
-        self.down_proj.reduce_results = not self.reduces
+        # Under tensor parallelism, the processes' partial outputs are added up once, at the end (Cohere's layers do it,
+        # with the attention's); only bottlenecks read the FFN's complete output.
+        in_parts, by_layer = self.down_proj.tp_size > 1, not self.down_proj.reduce_results
+        self.reduces = in_parts and not spec.needs_ffn and not by_layer
+        self.counted = self.down_proj.tp_size if in_parts and spec.needs_ffn and by_layer else 1
+        self.down_proj.reduce_results = spec.needs_ffn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.vllm.moe_lora_ffn(x, self.name)
@@ -212,6 +214,8 @@ class MoELoraFFN(Host):
     def output(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The FFN's output [T, d]."""
         y_TD = type(self.spec).ffn_output(self, [_ADAPTER], x_TD)
+        if self.counted > 1:  # a complete output, of which the layer will add up one for each process
+            return y_TD / self.counted
         return tensor_model_parallel_all_reduce(y_TD) if self.reduces else y_TD
 
     def projection(self, name: str) -> nn.Module:

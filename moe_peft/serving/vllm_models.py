@@ -8,6 +8,7 @@ adapter in training, whose rollouts it computes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from vllm import ModelRegistry
 from vllm.config import VllmConfig
 
 from ..adapter.config import TOKEN_ROWS, MoELoraConfig, trained_tokens
+from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
-from .vllm import ADAPTER_FIELD, PREFIX
+from .vllm import ADAPTER_FIELD, DIGEST_FIELD, PREFIX, check_served, digest
 from .vllm_layers import Host, MoELoraFFN, MoELoraLinears
 
 _PREFIX = "base_model.model."  # of the names in an adapter's file
@@ -39,11 +41,17 @@ class _MoELora(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         hf_config = vllm_config.model_config.hf_config
-        self.adapter: str | None = getattr(hf_config, ADAPTER_FIELD)
+        self.adapter: str = getattr(hf_config, ADAPTER_FIELD)
         self.source = f"adapter {self.adapter!r}"
+        if not hasattr(hf_config, DIGEST_FIELD):  # by vLLM's own options, where nothing has checked it yet
+            folder = open_folder(self.adapter, ADAPTER_FIELD, MoELoraFolder, base=vllm_config.model_config.model)
+            parallel, lora = vllm_config.parallel_config, vllm_config.lora_config
+            check_served(folder, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, lora is not None)
+            setattr(hf_config, DIGEST_FIELD, digest(folder))
         self.moe_lora_config = config = cast(MoELoraConfig, read_adapter_config(self.adapter, self.source))
         with safe_open(Path(self.adapter, ADAPTER_WEIGHTS), "pt") as file:
             keys = file.keys()
+        self.adapter_names = {key.removeprefix(_PREFIX) for key in keys}
         specs = {
             module: config.expert_spec(module, hf_config)
             for module in {key.removeprefix(_PREFIX).partition(_EXPERTS)[0] for key in keys if _EXPERTS in key}
@@ -78,17 +86,18 @@ class _MoELora(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """
-        Load tensors by their names in the base's checkpoint or in the adapter. The first time, these are the base's,
-        and the adapter's are read from its folder.
+        Load the base's checkpoint, at the start or again, and with it the adapter of the folder; or tensors of an
+        adapter in training, by their names in its file.
         """
-        if self.adapter is not None:
-            state = read_adapter_weights(self.adapter, self.source)
-            state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
-            if missing := self.expert_tensors.keys() - state.keys():
-                raise InputError(f"{self.source}: no tensor {min(missing)}")
-            weights, self.adapter = self._overlaid(weights, state), None
+        weights, first = iter(weights), []
+        for name, tensor in weights:
+            first.append((name, tensor))
+            if name not in self.adapter_names:  # the base's
+                weights, first = self._overlaid(chain(first, weights)), []
+                break
         loaded: set[str] = set()
-        return super().load_weights(self._without_experts(weights, loaded)) | loaded  # type: ignore[misc]
+        weights = self._without_experts(chain(first, weights), loaded)
+        return super().load_weights(weights) | loaded  # type: ignore[misc]
 
     def _without_experts(
         self, weights: Iterable[tuple[str, torch.Tensor]], loaded: set[str]
@@ -107,10 +116,12 @@ class _MoELora(nn.Module):
             expert_tensor.load(tensor)
             loaded.add(of_vllm)
 
-    def _overlaid(
-        self, weights: Iterable[tuple[str, torch.Tensor]], state: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _overlaid(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The base's tensors and rows, those that the adapter has trained replaced, and then the adapter's experts."""
+        state = read_adapter_weights(self.adapter, self.source)
+        state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
+        if missing := self.expert_tensors.keys() - state.keys():
+            raise InputError(f"{self.source}: no tensor {min(missing)}")
         for name, tensor in weights:
             module = name.removesuffix(".weight")
             if (rows := state.pop(f"{module}{TOKEN_ROWS}", None)) is not None:

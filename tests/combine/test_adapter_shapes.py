@@ -74,6 +74,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target_modules": FFN}, {"lora_parameters": {"rank": 4, "scale": 2.0}, "trained_with": {"tool": "x"}}
     ),
     "gaussian": ({"target_modules": FFN}, {"init_lora_weights": "gaussian"}),
+    "mica": ({"target_modules": FFN}, {"init_lora_weights": "mica"}),
     "eva": ({"target_modules": FFN}, {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}),
 }  # fmt: skip
 # Ten of them, which become one mixture.

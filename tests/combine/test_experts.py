@@ -133,7 +133,7 @@ def test_what_cannot_join(case, tmp_path):
     with pytest.raises(ValueError, match="k_proj has experts and a router in only one of it and mixture"):
         put_expert(base(), tmp_path / "routed", tmp_path / "k")
     single = lora_to_moe(base(), [case / "a", tmp_path / "q"], attention="mean")
-    single.peft_config["default"].rank_pattern = {"q_proj": 5}
+    single.peft_config["default"].mean_loras = False
     single = get_peft_model(base(), single.peft_config["default"])
     single.save_pretrained(tmp_path / "single")
     with pytest.raises(ValueError, match="q_proj has one LoRA for all experts, which is not the mean"):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftConfig
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_peft import prune_experts
+from moe_peft import force_experts, lora_to_moe, prune_experts, put_expert
 from moe_peft.adapter.layers import MoELoraLayer
+from moe_peft.models.steering import serve_alone
 from moe_peft.native.folders import open_folder
 from moe_peft.pruning.routed_folders import PrunableAdapter
 from tests.helpers.close import assert_near
@@ -65,6 +69,52 @@ def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base
     with torch.no_grad():
         actual = model(input_ids=IDS).logits
     assert_near(actual, masked_logits(original, {i: [1] for i in range(9)}))
+
+
+@pytest.fixture(scope="module")
+def loras(base: str, tmp_path_factory) -> list[str]:
+    """Four, on all linears."""
+    folders = [str(tmp_path_factory.mktemp("loras") / name) for name in "abcd"]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+    return folders
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gone", [0, 2])
+def test_what_is_left_of_a_mean_is_the_mean_of_what_is_left(gone: int, base: str, loras: list[str], tmp_path: Path):
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(base).eval()
+
+    def logits(model: Any, steering: Any) -> torch.Tensor:
+        with steering(model):
+            return model(input_ids=IDS).logits
+
+    lora_to_moe(model(), loras[:3], attention="mean", top_k=1).save_pretrained(tmp_path / "mixture")
+    prune_experts(tmp_path / "mixture", tmp_path / "pruned", drop=[gone])
+    pruned = PeftModel.from_pretrained(model(), tmp_path / "pruned").eval()
+    left = [folder for i, folder in enumerate(loras[:3]) if i != gone]
+    mixture = lora_to_moe(model(), left, attention="mean", top_k=1).eval()
+    for i, folder in enumerate(left):
+        forced = partial(force_experts, experts_B=[i])
+        assert_near(logits(pruned, forced), logits(mixture, forced))
+        alone = PeftModel.from_pretrained(model(), folder).eval()
+        assert_near(logits(pruned, partial(serve_alone, expert=i)), logits(alone, nullcontext))
+    # Another expert can join.
+    joined = put_expert(model(), tmp_path / "pruned", loras[3]).eval()
+    alone = PeftModel.from_pretrained(model(), loras[3]).eval()
+    assert_near(logits(joined, partial(serve_alone, expert=2)), logits(alone, nullcontext))
+
+
+def test_a_lora_of_as_many_parameters_as_the_experts_is_no_mean(base: str, tmp_path: Path):
+    """Nothing is cut from it."""
+    single = {"num_experts_pattern": {"q_proj": 1}, "rank_pattern": {"q_proj": 16}}
+    folder = make_adapter(base, tmp_path / "adapter", target_modules=["mlp", "q_proj"], num_experts=4, r=4, **single)
+    prune_experts(folder, tmp_path / "pruned", drop=[1])
+    before, after = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "pruned"))
+    assert all(after[key].equal(before[key]) for key in before if "q_proj" in key)
 
 
 @pytest.mark.parametrize("change", ["shape", "missing", "unexpected"])

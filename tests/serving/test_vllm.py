@@ -108,16 +108,50 @@ def test_compilers_take_the_experts_as_one_operator(tmp_path, monkeypatch):
     assert_equal(outputs, [expected(model, ids) for ids in PROMPTS])
 
 
-@pytest.mark.parametrize("case", ["mistral", "qwen3-linears"])
-def test_two_processes_of_tensor_parallelism_compute_the_same(tmp_path, case):
-    base = dense_model("mistral", **SIZE)
+# Cohere's layers add up the outputs of FFN and attention at once; "qwen3" has bottlenecks.
+@pytest.mark.parametrize(
+    ("kind", "case"), [("mistral", "mistral"), ("mistral", "qwen3-linears"), ("cohere", "cohere"), ("cohere2", "qwen3")]
+)
+def test_two_processes_of_tensor_parallelism_compute_the_same(tmp_path, kind, case):
+    base = dense_model(kind, **SIZE, **KINDS[kind])
     name = saved(base, tmp_path / "base")
     model = adapter(base, tmp_path / "adapter", name, **CASES[case])
     rounding = rounding_of(model)
     # In vLLM's own words, without the plugin's change to its arguments.
-    overrides = {"architectures": ["MoELoraMistralForCausalLM"], "moe_lora_adapter": str(tmp_path / "adapter")}
-    llm = engine(name, hf_overrides=overrides, tensor_parallel_size=2)
+    llm = engine(name, hf_overrides=overrides(base, tmp_path / "adapter"), tensor_parallel_size=2)
     assert_equal(distributions(llm), [expected(model, ids) for ids in PROMPTS], rounding=rounding)
+
+
+def overrides(base, folder) -> dict:
+    (architecture,) = base.config.architectures
+    return {"architectures": [f"MoELora{architecture}"], "moe_lora_adapter": str(folder)}
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["norm"]}, {"trainable_token_indices": [5, 9, 7]}], ids=str)
+def test_weights_that_are_loaded_again_are_the_adapters(tmp_path, settings):
+    """As after a sleep that drops them."""
+    base = dense_model("llama", **SIZE, **KINDS["llama"])
+    model = adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"), **settings).double()
+    llm = engine(tmp_path / "adapter")
+    with torch.no_grad():
+        for host in llm.llm_engine.model_executor.driver_worker.model_runner.model.expert_tensors.values():
+            host[1].own.zero_()
+    llm.collective_rpc("reload_weights")
+    assert_equal(distributions(llm), [expected(model, ids) for ids in PROMPTS])
+
+
+def test_compiled_models_are_kept_by_what_has_experts(tmp_path):
+    """vLLM finds them by a hash of its configs, and a folder may hold another adapter by now."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    base = dense_model("llama", **SIZE, **KINDS["llama"])
+    name, folder = saved(base, tmp_path / "base"), tmp_path / "adapter"
+    hashes = []
+    for targets in (["mlp"], ["mlp", "q_proj"], ["mlp"]):
+        adapter(AutoModelForCausalLM.from_pretrained(name), folder, name, target_modules=targets)
+        config = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=64).create_engine_config()
+        hashes.append(config.model_config.compute_hash())
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_experts_of_linears_wait_for_nothing_at_any_number_of_tokens(tmp_path):
@@ -241,16 +275,29 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
             "lm_head has LoRAs, but vLLM serves those on FFNs and on linears of FFNs",
         ),
         (
-            {"modules_to_save": ["embed_tokens"], "tied": True},
+            {"modules_to_save": ["embed_tokens"]},
             "embed_tokens.* was trained, but the base ties it to another",
         ),
     ],
 )
 def test_adapters_that_vllm_cannot_serve(tmp_path, settings, message):
-    base = dense_model("llama", **SIZE, head_dim=32, tie_word_embeddings=settings.pop("tied", False))
-    adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"), **settings)
+    base = dense_model("llama", **SIZE, head_dim=32, tie_word_embeddings="embed_tokens" in message)
+    name = saved(base, tmp_path / "base")
+    adapter(base, tmp_path / "adapter", name, **settings)
     with pytest.raises(ValueError, match=message):
         engine(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=message):  # in vLLM's own words
+        engine(name, hf_overrides=overrides(base, tmp_path / "adapter"))
+
+
+def test_vllms_loras_beside_a_mixture(tmp_path):
+    base = dense_model("llama", **SIZE, head_dim=32)
+    name = saved(base, tmp_path / "base")
+    adapter(base, tmp_path / "adapter", name)
+    own_words = {"hf_overrides": overrides(base, tmp_path / "adapter")}
+    for folder, options in ((tmp_path / "adapter", {}), (name, own_words)):
+        with pytest.raises(ValueError, match=r"^enable_lora: vLLM's LoRAs would replace linears that have experts"):
+            engine(folder, enable_lora=True, **options)
 
 
 @pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head"]}], ids=str)

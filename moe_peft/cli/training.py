@@ -15,10 +15,11 @@ from datasets import Dataset
 from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model
 from transformers import EarlyStoppingCallback, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import DPOConfig
 
 from ..adapter.config import MoELoraConfig
-from ..training.checkpointing import numbered_checkpoints
+from ..training.checkpointing import MARKER, numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import print_estimates
 from ..training.preflight import check_arguments
@@ -26,7 +27,7 @@ from ..training.resuming import resumes, save_full_weights, train
 from ..training.trainable import on_quantized
 from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
-from ..utils.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, adapter_weights, chat_template, without_zero3
+from ..utils.loading import ADAPTER_WEIGHTS, adapter_weights, chat_template, without_zero3
 from ..utils.messages import InputError, one_line, refused_settings
 from ..utils.model_card import card_facts, write_model_card
 from .arguments import Options, training_stages
@@ -147,7 +148,7 @@ def _train(
             trainer.earlier_training = facts
             if (patience := options.run.early_stopping_patience) is not None:
                 trainer.add_callback(EarlyStoppingCallback(patience))
-            train(trainer, keep=None, **start)
+            start = {"stage before": train(trainer, keep=None, **start).result}
         facts = trainer.training_facts()
         model, config = trainer.model, None
         # DPO's copy of the adapter; the next stage has its own, of what it starts from.
@@ -233,8 +234,12 @@ def _result_folder(options: Options, stages: Mapping[str, Any]) -> Any:
         """Stages have checkpoints in folders of their own; others belong to a training in a single stage."""
         if not asked or ("" not in stages and numbered_checkpoints(folder)):
             return False
-        trained = any((folder / name).is_file() for name in (ADAPTER_CONFIG, CONFIG))
-        return not trained or any(numbered_checkpoints(Path(args.output_dir)) for args in stages.values())
+        found = [path for args in stages.values() for path in numbered_checkpoints(Path(args.output_dir)).values()]
+        if any((checkpoint / MARKER).is_file() for checkpoint in found):
+            return True
+        # One that was killed before its first checkpoint was complete has no files beside what there is of that.
+        begun = not any((checkpoint / TRAINER_STATE_NAME).is_file() for checkpoint in found)
+        return begun and not any(path.is_file() and not path.name.startswith(".") for path in folder.iterdir())
 
     remedy = "choose another" if asked else "set resume_from_checkpoint=true (and the same stages), or choose another"
     return output_folder(str(options.training.output_dir), "output_dir", is_ours, remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class Source:
             labels = [self.new] if self.joins and len(files) == 1 else labels
             if len(files) != len(labels):
                 raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
+            stems = [Path(file).stem for file in files]
+            if stems != [*labels] and sorted(stems) == sorted(labels):
+                raise InputError(f"{named}: {files[0]}: give the files in the order of {', '.join(labels)}")
             parts = [load_data(file, named, None) for file in files]
         else:
             data = load_data(files[0], named, column)

@@ -17,7 +17,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from accelerate.utils import parse_flag_from_env
+from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
@@ -45,13 +47,12 @@ INCIDENTAL = {
     "eval_steps", "eval_delay", "eval_accumulation_steps", "eval_packing", "per_device_eval_batch_size",
     "bf16_full_eval", "fp16_full_eval",
     "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics", "prediction_loss_only",
-    "include_for_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "include_for_metrics",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataset_num_proc", "torch_empty_cache_steps", "ddp_timeout", "local_rank",
     "restore_callback_states_from_checkpoint",
 }  # fmt: skip
 _LENGTH = {"num_train_epochs", "max_steps"}  # may grow when a training resumes
-_SAMPLE = 200  # rows of the data that are looked at
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class Fingerprint:
         """
         args, model, data = trainer.args, trainer.model, trainer.train_dataset
         names = {f.name for f in fields(args) if f.init} - INCIDENTAL - _LENGTH
-        sample = range(0, len(data), -(-len(data) // _SAMPLE))
         trained = sorted((name, list(shape_of(p))) for name, p in model.named_parameters() if p.requires_grad)
         facts = {
             "trainer": type(trainer).__name__,
@@ -83,9 +83,9 @@ class Fingerprint:
             **(_adapter_facts(model.peft_config[model.active_adapters[0]]) if isinstance(model, PeftModel) else {}),
             "processes": args.world_size,
             "rows": len(data),
-            "data": _digest([data[i] for i in sample]),
-            "trained parameters": _digest(trained),
-            "base": _digest(base_values(model)),
+            "data": _of_rows(data),
+            "trained parameters": digest(trained),
+            "base": digest(base_values(model)),
             **more,
         }
         return cls(json.loads(json.dumps(facts, default=str)))
@@ -119,7 +119,19 @@ def base_values(model: nn.Module) -> list[float]:
     return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].cpu().double().tolist()]
 
 
-def _digest(value: Any) -> str:
+def _of_rows(data: Dataset) -> str:
+    """A digest of all rows."""
+    hashed = hashlib.sha256()
+    for rows in data.with_format("arrow").iter(1000):
+        table = rows.replace_schema_metadata().combine_chunks()  # the same bytes however the rows are stored
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        hashed.update(sink.getvalue())
+    return hashed.hexdigest()[:16]
+
+
+def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -10,10 +10,13 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import torch
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -53,12 +56,13 @@ def load_data(
         text_field: the column of plain texts; it is called "text" in what is returned.
     """
     # The arguments of `load_dataset` for a file, a name, or a mapping of arguments.
-    arguments = {"path": source} if isinstance(source, str) else source
+    arguments: dict[str, Any] = {"path": source} if isinstance(source, str) else source
     if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
         if not Path(source).is_file():
             raise InputError(f"{field}={source!r}: no such file")
         # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
         arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
+        arguments |= _values_as_written(source) if suffix == ".csv" else {}
     elif isinstance(source, str) and Path(source).is_file():
         raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
     # Refuse folders that would be read as patterns, streams, and code that comes with data.
@@ -106,7 +110,10 @@ def load_data(
     # As TRL does later, but checks and plans read rows before.
     if is_alpaca:
         removed = sorted((_ALPACA & names) - {label_column})
-        return dataset.map(_from_alpaca, remove_columns=removed, desc="Converting to prompts and completions")
+        return dataset.map(
+            partial(_from_alpaca, field), with_indices=True, remove_columns=removed,
+            desc="Converting to prompts and completions",
+        )  # fmt: skip
     if formats is SUPERVISED and "prompt" in names and "completion" not in names:  # TRL would look for a completion
         dataset = dataset.remove_columns("prompt")
     unread = {"question", "instruction"} & names
@@ -117,6 +124,15 @@ def load_data(
         removed = sorted({"conversations", *({"system"} if has_system else ())} & names - {label_column})
         dataset = dataset.map(_to_messages, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+def _values_as_written(file: str) -> dict[str, Any]:
+    """For a CSV file: left to itself, pandas reads 007 as 7, None as nothing, and beside an empty cell 3 as 3.0."""
+    with suppress(ValueError, OSError):  # what is wrong with the file is said when it is read
+        if names := [*pd.read_csv(file, nrows=0).columns]:
+            features = Features(dict.fromkeys(names, Value("string")))
+            return {"features": features, "keep_default_na": False, "na_values": [""]}
+    return {}
 
 
 def with_shared_format(parts: Sequence[Dataset], field: str) -> list[Dataset]:
@@ -148,18 +164,23 @@ def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
 _ALPACA = {"instruction", "input", "output", "system", "history", "text"}
 
 
-def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
+def _from_alpaca(field: str, row: dict[str, Any], i: int) -> dict[str, Any]:
     """A row as in Alpaca, perhaps with LLaMA-Factory's `system` and `history`, as a prompt and its completion."""
+    parts = {name: row.get(name) for name in ("instruction", "input", "output")}
+    for name, value in parts.items():
+        # Whole numbers are as they were written; what other values looked like in the file is not known.
+        if not isinstance(value, str) and type(value) is not int and (value is not None or name == "output"):
+            raise InputError(f"{field}: row {i}: {name}={one_line(repr(value), 60)}: must be a string")
     turns = [("system", row.get("system"))]
     for pair in row.get("history") or ():
         if len(pair) != 2 or None in pair:
             raise InputError(f"history: {one_line(repr(pair), 60)}: must be a request and its answer")
         turns += zip(("user", "assistant"), pair, strict=True)
-    parts = [row["instruction"], row.get("input")]
-    turns.append(("user", "\n\n".join(str(part) for part in parts if part not in (None, ""))))
+    asked = (parts["instruction"], parts["input"])
+    turns.append(("user", "\n\n".join(str(part) for part in asked if part not in (None, ""))))
     return {
         "prompt": [{"role": role, "content": text} for role, text in turns if text],
-        "completion": [{"role": "assistant", "content": "" if row["output"] is None else str(row["output"])}],
+        "completion": [{"role": "assistant", "content": str(parts["output"])}],
     }
 
 
@@ -174,6 +195,8 @@ def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
     features = Features({name: _as_text(feature) for name, feature in dataset.features.items()})
     with tempfile.TemporaryDirectory() as folder:
         typed = str(Path(folder, "rows.parquet"))
+        # `from_list` would take the first row's columns.
+        rows = [{name: row.get(name) for name in features} for row in rows]
         Dataset.from_list(rows, features=features).to_parquet(typed)
         return load_dataset("parquet", data_files=typed, split=split)
 

@@ -23,6 +23,7 @@ from ..utils.messages import InputError
 from .checkpointing import (
     MARKER,
     Fingerprint,
+    digest,
     fingerprint_of,
     has_optimizer,
     is_complete,
@@ -67,10 +68,14 @@ def save_full_weights(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What `train` leaves: the log, one record per logged step, and the checkpoints that were to stay, by step."""
+    """
+    What `train` leaves: the log, one record per logged step; the checkpoints that were to stay, by step; and what
+    identifies the result, for a training that begins with it.
+    """
 
     history: list[dict[str, Any]]
     checkpoints: dict[int, Path]
+    result: str
 
     @property
     def last(self) -> Path:
@@ -119,7 +124,9 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
     log = (record for record in trainer.state.log_history if "train_runtime" not in record)
     history = [{name: record[name] for name in sorted(record) if name != "num_tokens"} for record in log]
     found = on_main_process(lambda: numbered_checkpoints(Path(args.output_dir)))
-    return Trained(history, {step: found[step] for step in sorted(kept)})
+    best = trainer.state.best_global_step if args.load_best_model_at_end else None
+    result = digest([fingerprint.facts, trainer.state.global_step, best])
+    return Trained(history, {step: found[step] for step in sorted(kept)}, result)
 
 
 class MarkComplete(TrainerCallback):
@@ -254,5 +261,12 @@ def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
     if not sharded:  # or the files are the result
         trainer._load_from_checkpoint(str(checkpoint))
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            best = checkpoint.parent / Path(state.best_model_checkpoint).name  # the run may have been moved since
+            if not is_complete(best):
+                raise InputError(
+                    f"load_best_model_at_end=True: {best} has the best weights, and is not complete; bring it back, or "
+                    "start anew in another output_dir"
+                )
+            state.best_model_checkpoint = str(best)
             trainer._load_best_model()
     return True

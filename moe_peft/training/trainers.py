@@ -8,16 +8,18 @@ and routers learn to choose among those, or are given no others to choose from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, pack_dataset
 
 from ..models.layer import routed_layers
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
+from ..utils.distributed import is_sharded
 from ..utils.loading import changed_embeddings, read_config, read_tokenizer
 from ..utils.messages import InputError
 from .data import check_answers, check_learnable
@@ -233,6 +235,7 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
 
     Args:
         model: a model with or without an adapter, or the name of one.
+        ref_model: the reference; None: the model as it is given, where TRL's would be the folder that it came from.
         kwargs: the other arguments of `DPOTrainer`, such as `args`, `train_dataset` and `peft_config`.
 
     Example:
@@ -258,3 +261,25 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     >>> result = trainer.train()
     ```
     """
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        without_adapter = isinstance(model, PreTrainedModel) and kwargs.get("peft_config") is None
+        # Before training, TRL can compute these with the model itself; and DeepSpeed may have sharded it already.
+        needs_none = getattr(args, "precompute_ref_log_probs", False) or any(map(is_sharded, _parameters(model)))
+        if ref_model is None and without_adapter and not needs_none:
+            ref_model = _as_it_is(model)
+        super().__init__(model, ref_model, args, **kwargs)
+
+
+def _parameters(model: Any) -> Iterable[torch.nn.Parameter]:
+    return model.parameters() if isinstance(model, torch.nn.Module) else ()
+
+
+def _as_it_is(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model, without what an earlier trainer has put in the place of its forward."""
+    forward = model.__dict__.pop("forward", None)
+    try:
+        return copy.deepcopy(model)
+    finally:
+        if forward is not None:
+            model.forward = forward

@@ -167,7 +167,7 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
             raise
         PartialState().wait_for_everyone()
         on_main_process(lambda: _finish(stage, fingerprint, metrics))
-    on_main_process(lambda: remove(stage.state))
+    on_main_process(lambda: _clear_state(stage))
     return on_main_process(lambda: read_record(stage.folder))
 
 
@@ -230,6 +230,20 @@ def _withdraw(stage: Stage) -> None:
 def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> None:
     write_json(stage.folder / _RECORD, metrics)
     mark_complete(stage.folder, fingerprint, editable=["README.md"])  # a model card
+
+
+def _clear_state(stage: Stage) -> None:
+    """Remove what a stage needed until it was done. Files of the user's that were in the one before stay."""
+    former = stage.state / _FORMER
+    if former.is_dir():
+        with suppress(ValueError, KeyError):
+            own = {MARKER, "README.md", *read_json(former / MARKER)["files"]}
+            for path in [path for path in former.rglob("*") if path.is_file()]:
+                name = path.relative_to(former)
+                if str(name) not in own and not (stage.folder / name).exists():
+                    (stage.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    path.rename(stage.folder / name)
+    remove(stage.state)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -97,6 +97,10 @@ BAD = {
     "too few files": (
         {"data": ["{case}/a.jsonl", "{case}/b.jsonl"], "label-column": None}, "--data: 2 files for 3 experts"
     ),
+    "files in another order": (
+        {"data": ["{case}/b.jsonl", "{case}/a.jsonl", "{case}/c.jsonl"], "label-column": None},
+        "b.jsonl: give the files in the order of a, b, c",
+    ),
     "no such file": ({"data": ["nowhere.jsonl"]}, "--data='nowhere.jsonl': no such file"),
     "no such column": ({"label-column": "x"}, "label_column='x': --data has only"),
     "no rows of an expert": ({"adapters": ["{case}/a", "{case}/d"]}, "labels='d': must be one of a, b, c"),

@@ -6,6 +6,7 @@ ends when something is not there. tests/serving/test_pick.py does it with vLLM.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -434,17 +435,22 @@ def test_fit_makes_the_gate_of_the_requests_in_files(gate, tmp_path, capsys, kin
     assert_near(made.scores(["x"]), expected.scores(["x"]), dtype=torch.float32)
 
 
-def test_fit_takes_labels_of_a_column_or_of_flags(gate, tmp_path):
+def test_fit_takes_labels_of_a_column_or_of_flags(gate, tmp_path, capsys):
     rows = [{"text": text, "of": name} for name, of_name in TEXTS.items() for text in of_name]
     file = write(tmp_path / "all.jsonl", rows)
-    start = ["pick", "--fit", "--base", gate.base, "--gate", str(tmp_path / "gate"), "--max-examples", "9", "--data"]
-    main([*start, file, "--label-column", "of"])
-    made = RequestGate.from_pretrained(tmp_path / "gate")
+
+    def fit(*options: str) -> RequestGate:
+        shutil.rmtree(tmp_path / "gate", ignore_errors=True)
+        main(["pick", "--fit", "--base", gate.base, "--gate", str(tmp_path / "gate"), "--max-examples", "9", "--data",
+              *options])  # fmt: skip
+        return RequestGate.from_pretrained(tmp_path / "gate")
+
+    made = fit(file, "--label-column", "of")
     assert {name: len(x) for name, x in made.vectors.items() if name != "base"} == dict.fromkeys(sorted(TEXTS), 9)
-    main([*start, file, "--label-column", "of", "--labels", "prose", "code"])
-    assert RequestGate.from_pretrained(tmp_path / "gate").names == ["prose", "code"]
-    main([*start, file, file, "--labels", "a", "b", "--max-length", "7"])
-    made = RequestGate.from_pretrained(tmp_path / "gate")
+    again = ["--fit", "--base", gate.base, "--gate", tmp_path / "gate", "--data", file, "--label-column", "of"]
+    assert "gate': is not empty; choose another" in ends(again, capsys)
+    assert fit(file, "--label-column", "of", "--labels", "prose", "code").names == ["prose", "code"]
+    made = fit(file, file, "--labels", "a", "b", "--max-length", "7")
     assert (made.names, made.reader.max_length) == (["a", "b"], 7)
 
 

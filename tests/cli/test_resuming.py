@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import fields
@@ -14,6 +15,7 @@ from trl import DPOConfig, SFTConfig
 from moe_peft.training.checkpointing import INCIDENTAL
 from moe_peft.utils.validation import _NUMBERS
 from tests.helpers.training_case import make_case, run
+from tests.helpers.upit_case import rows
 
 
 def test_arguments_that_do_not_count_are_arguments():
@@ -86,6 +88,18 @@ def test_a_training_resumes_with_as_many_processes(stopped, tmp_path, capsys, mo
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda args: 2))
     line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 6})
     assert "checkpoint-3': belongs to another training, with processes 1 and not 2; set that" in line
+
+
+def test_every_row_is_that_of_the_checkpoint(case, tmp_path, capsys):
+    data = rows(300)
+    settings = {**case, "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 1, "save_steps": 1}
+    for text in (data[1]["completion"], " w3 w3 w3"):
+        data[1]["completion"] = text
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
+        if "w3 w3" not in text:
+            run("sft", tmp_path, settings)
+    line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 2})
+    assert "checkpoint-1': belongs to another training, with data " in line
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers import logging as transformers_logging
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.cli import main
 from moe_peft.cli.arguments import training_stages
 from moe_peft.cli.sft import parser
@@ -48,12 +48,15 @@ def case(tmp_path_factory, tokenizer):
     return make_case(tmp_path_factory.mktemp("case"), tokenizer)
 
 
+RESUME = ("--resume_from_checkpoint", "true")
+
+
 def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pytest.CaptureFixture) -> str:
     with pytest.raises(SystemExit) as end:
         run(command, folder, settings, *flags)
     assert end.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and not (folder / "out").exists()
+    assert len(lines) == 1 and (RESUME[0] in flags or not (folder / "out").exists())
     return lines[0]
 
 
@@ -547,7 +550,14 @@ def test_a_folder_that_is_not_empty_is_not_written_to(case, tmp_path, capsys):
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**case, "output_dir": str(tmp_path / "mine")})
+    capsys.readouterr()
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    # Nor to one with files, or another program's checkpoints, if there is no training to resume in it.
+    (tmp_path / "theirs" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "theirs" / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    for name in ("mine", "theirs"):
+        line = refused("sft", tmp_path, {**case, "output_dir": str(tmp_path / name)}, *RESUME, capsys=capsys)
+        assert line == f"error: output_dir='{tmp_path / name}': is not empty; choose another"
 
 
 @pytest.mark.slow
@@ -564,7 +574,7 @@ def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
     assert "num_train_epochs=1: " in message and "has 9 steps already" in message
 
 
-def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_path):
+def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
@@ -580,6 +590,29 @@ def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_pa
         assert torch.equal(before[name], value) and torch.equal(after[name], value)
     assert "3 steps of 4 rows" in (card := (tmp_path / "out" / "README.md").read_text())
     assert "its weights are of step 1, the best" in card
+    # Also where it was moved, and another training is in its place.
+    moved = {**own, "output_dir": str((tmp_path / "out").rename(tmp_path / "moved"))}
+    run("sft", tmp_path, {**own, "seed": 7})
+    run("sft", tmp_path, moved, "--resume_from_checkpoint", "true")
+    assert all(torch.equal(weights(tmp_path / "moved")[name], value) for name, value in first.items())
+    shutil.rmtree(tmp_path / "moved" / "checkpoint-1")
+    line = refused("sft", tmp_path, moved, *RESUME, capsys=capsys)
+    assert "checkpoint-1 has the best weights, and is not complete" in line
+    # The best by another metric is another one.
+    other = {**moved, "metric_for_best_model": "eval_aux_loss"}
+    line = refused("sft", tmp_path, other, *RESUME, capsys=capsys)
+    assert "with metric_for_best_model eval_loss and not eval_aux_loss" in line
+
+
+@pytest.mark.slow
+def test_a_stage_belongs_to_the_result_of_the_one_before(case, tmp_path, capsys):
+    settings = {**case, "max_steps": 2, "save_steps": 2, "stages": ["joint", "rest"]}
+    out = run("sft", tmp_path, settings)
+    before = weights(out)
+    after = weights(run("sft", tmp_path, settings, "--resume_from_checkpoint", "true"))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    line = refused("sft", tmp_path, {**settings, "max_steps": 4}, *RESUME, capsys=capsys)
+    assert "rest/checkpoint-2': belongs to another training, with stage before " in line
 
 
 def test_folders_beside_the_checkpoints_are_not_taken_for_some(case, tmp_path):
@@ -612,6 +645,9 @@ def test_a_checkpoint_that_was_cut_off_is_none(case, tmp_path, capsys, caplog):
     for cut_off, told in (([6], "resuming from"), ([3, 6], "training from the beginning")):
         for step in cut_off:
             (out / f"checkpoint-{step}" / "complete.json").unlink()  # which is written last
+        if len(cut_off) == 2:
+            for path in (*out.glob("*.*"), *out.glob("checkpoint-*/trainer_state.json")):
+                path.unlink()
         after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
         assert told in caplog.text and "checkpoint-6: is not complete; skipped" in caplog.text
         assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -685,6 +721,26 @@ def test_rows_as_in_alpaca_are_prompts_and_completions(tmp_path):
     }  # fmt: skip
     asked = [("system", "Be kind."), ("user", "hello"), ("assistant", "hello!"), ("user", "Say hi.")]
     assert [(m["role"], m["content"]) for m in rows[1]["prompt"]] == asked
+
+
+def test_the_reference_of_a_native_moe_is_what_it_starts_from(case, tmp_path):
+    """Not the folder on the disk, which has no routers in the place of its gates, and not a later stage's start."""
+    pairs = case["dataset_name"].replace("train.jsonl", "pairs.jsonl")
+    native = {name: value for name, value in case.items() if name not in ADAPTER}
+    settings = {**native, "dataset_name": pairs, "max_steps": 2, "save_steps": 2, "learning_rate": 0.05}
+    bases = [tmp_path / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(bases):
+        tiny_llama(vocab=128, seed=seed).save_pretrained(folder)
+    upcycle(bases, tmp_path / "moe", UpcycleConfig(num_experts=2, top_k=1, init="checkpoints"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    replace_routers(model, "mlp")
+    model.save_pretrained(tmp_path / "replaced")
+    AutoTokenizer.from_pretrained(case["model_name_or_path"]).save_pretrained(tmp_path / "replaced")
+    settings |= {"model_name_or_path": str(tmp_path / "replaced"), "stages": ["joint", "rest"]}
+    out = run("dpo", tmp_path, settings)
+    for stage in ("joint", "rest"):
+        (first, *_) = json.loads((out / stage / "checkpoint-2/trainer_state.json").read_text())["log_history"]
+        assert first["rewards/margins"] == near(0, scale=first["logps/chosen"])
 
 
 @pytest.mark.parametrize("command", ["sft", "inspect", "chat"])

@@ -53,7 +53,7 @@ def loaded(tmp_path, *rows, **more):
 def test_rows_with_more_columns_than_their_format_has(tmp_path):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     system = {"role": "system", "content": "Be kind."}
-    # Alpaca's rows with both parts as one text, too; numbers, as a CSV file has them
+    # Alpaca's rows with both parts as one text, too
     (row,) = loaded(tmp_path, {"instruction": "Add one.", "input": 2, "output": 3, "text": "### Instruction: …"})
     assert row == {
         "prompt": [{"role": "user", "content": "Add one.\n\n2"}],
@@ -68,6 +68,33 @@ def test_rows_with_more_columns_than_their_format_has(tmp_path):
     assert rows == [{"messages": messages}, {"messages": [system, *messages]}]
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
     assert loaded(tmp_path, {"system": "Be kind.", "conversations": turns}) == [{"messages": [system, *messages]}]
+
+
+@pytest.mark.parametrize("output", [None, True, 2.0, ["a", "b"], {"answer": "a"}], ids=str)
+def test_answers_that_are_no_text_are_refused(output, tmp_path):
+    """Not trained on as Python writes them."""
+    with pytest.raises(ValueError, match=r"^dataset_name: row 1: output=.*: must be a string"):
+        loaded(tmp_path, {"instruction": "a", "output": "b"}, {"instruction": "a", "output": output})
+
+
+def test_values_of_a_csv_file_are_what_it_has(tmp_path):
+    def answers(text: str) -> list[tuple[str, str]]:
+        (tmp_path / "rows.csv").write_text(text)
+        rows = load_data(str(tmp_path / "rows.csv"), "x", None)
+        return [(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in rows]
+
+    text = "instruction,input,output\nAdd 1,3,4\nWhich code?,,007\nWhat is printed?,a,None\nIs it?,,true\n"
+    assert answers(text) == [
+        ("Add 1\n\n3", "4"), ("Which code?", "007"), ("What is printed?\n\na", "None"), ("Is it?", "true"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"^x: row 1: output=None: must be a string"):
+        answers("instruction,input,output\nAdd 1,3,4\nAdd 2,3,\n")
+
+
+def test_a_column_of_times_that_the_first_row_lacks(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b", "when": "2024-01-02"}\n')
+    rows = load_data(str(tmp_path / "rows.jsonl"), "x", None).to_list()
+    assert rows == [{"text": "a", "when": None}, {"text": "b", "when": "2024-01-02"}]
 
 
 def test_a_question_that_would_not_be_read_is_refused(tmp_path):

@@ -74,9 +74,14 @@ def test_a_stage_that_is_done(tmp_path, caplog):
     with pytest.raises(ValueError, match="is done, but with value 1 and not 2; undo the change"):
         run_stage(Work(tmp_path, 2))
     assert (tmp_path / "work" / "model").read_text() == "1"
+    own = {"notes.txt", "part/mine/notes.txt"}  # which stay
+    for name in own:
+        (tmp_path / "work" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "work" / name).write_text("mine")
     run_stage(Work(tmp_path, 2), redo=True)
     assert "work: done again, as it changed: value 1 and not 2" in caplog.text
-    assert (tmp_path / "work" / "model").read_text() == "2" and files(tmp_path / "work") == DONE
+    assert (tmp_path / "work" / "model").read_text() == "2" and files(tmp_path / "work") == DONE | own
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
 def test_one_that_was_stopped_resumes_with_its_state_alone(tmp_path, caplog):

@@ -157,7 +157,9 @@ class Terminal:
     def why(self, words: str) -> None:
         answer = self._last
         routes = answer.routes
-        if routes is None or not answer.tokens:
+        if not answer.tokens:
+            raise InputError("the last answer is empty")
+        if routes is None:
             raise InputError("the last answer has no routes: no router ran")
         if words == "all":
             self._explain(answer, routes, None, f"mean of {len(routes.layers)} routers")

@@ -254,3 +254,11 @@ def test_upit_as_its_paper_has_it():
         "It chose {:.0f} % of 210 answers right, LoRA {:.0f} %".format(*(100 * sum(of) / len(of) for of in right))
         in page
     )
+    sixteen = []
+    for run in (runs["upit 16"], runs["upit 16, random routers"]):
+        untrained = [sum(of) / len(of) for of in zip(*run["untrained"].values(), strict=True)]
+        sixteen += [sum(loss for loss, _ in run["test"].values()) / len(run["test"]), untrained[0], 100 * untrained[1]]
+    assert (
+        "it was no better: {:.3f}, on the other tasks {:.3f}, and {:.0f} % right (with random routers {:.3f}, {:.3f} and "
+        "{:.0f} %)"
+    ).format(*sixteen) in page

@@ -42,7 +42,7 @@ ones, and seed 0 alone; stage 3's 32 rows for each expert are as many as before,
 pass. Fixed before its first run: the same predictions, held by a single run's differences, of which those below .02 are
 within its noise.
 
-What came of it with the quarter (*UpIT 16* and the mean alone have another training of stage 1, alike but for rounding):
+What came of it with the quarter (*UpIT 16* and the mean alone have another training of stage 1, alike up to rounding):
 1 and 2 failed, UpIT 8 is above LoRA by .095 and .090 and above the mean trained on by .038. Of 3, both differences are
 above .01, to UpIT's disfavour (.026, .016), and routing differs by 21 and 25 points more than with random routers. 4
 held (.001). Of 5, decay gains .0046, just less than predicted; the mean alone is below neither LoRA. 6 failed: 53.3 to

@@ -259,6 +259,6 @@ def test_upit_as_its_paper_has_it():
         untrained = [sum(of) / len(of) for of in zip(*run["untrained"].values(), strict=True)]
         sixteen += [sum(loss for loss, _ in run["test"].values()) / len(run["test"]), untrained[0], 100 * untrained[1]]
     assert (
-        "it was no better: {:.3f}, on the other tasks {:.3f}, and {:.0f} % right (with random routers {:.3f}, {:.3f} and "
-        "{:.0f} %)"
+        "it was no better: {:.3f}, on the other tasks {:.3f}, and {:.0f} % right (with random routers {:.3f}, {:.3f} "
+        "and {:.0f} %)"
     ).format(*sixteen) in page

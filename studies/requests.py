@@ -635,6 +635,8 @@ def report(ledger: Ledger) -> str:
                 kinds = [*of_a[0]["right"].keys() & of_b[0]["right"].keys()]
                 cells = [_difference(of_a, of_b, kind) if kind in kinds else "" for kind in KINDS]
                 lines.append(f"| {a} − {b} | {' | '.join(cells)} |")
+    if not controls:
+        return "\n".join(lines) + "\n"
     sets = [name for name in SEEDS if any(run["set"] == name for run in controls)]
     lines += ["", "## Controls", "", f"| right, *one* | {' | '.join(sets)} |", f"|{'---|' * (1 + len(sets))}"]
     for way in dict.fromkeys(run["way"] for run in controls):

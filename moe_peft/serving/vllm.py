@@ -105,7 +105,7 @@ def digest(adapter: MoELoraFolder) -> str:
     """Another one for each set of modules with experts: vLLM keeps compiled models by their configs."""
     from ..utils.loading import ADAPTER_CONFIG
 
-    parts = [(adapter.folder / ADAPTER_CONFIG).read_text(), *sorted(adapter.tensors)]
+    parts = [(adapter.folder / ADAPTER_CONFIG).read_text("utf-8"), *sorted(adapter.tensors)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

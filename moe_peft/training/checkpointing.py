@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
@@ -124,10 +123,9 @@ def _of_rows(data: Dataset) -> str:
     hashed = hashlib.sha256()
     for rows in data.with_format("arrow").iter(1000):
         table = rows.replace_schema_metadata().combine_chunks()  # the same bytes however the rows are stored
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        hashed.update(sink.getvalue())
+        hashed.update(str(table.schema).encode())
+        for batch in table.to_batches():
+            hashed.update(batch.serialize())
     return hashed.hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import glob
 import json
 import math
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pandas as pd
 import torch
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -128,11 +128,13 @@ def load_data(
 
 def _values_as_written(file: str) -> dict[str, Any]:
     """For a CSV file: left to itself, pandas reads 007 as 7, None as nothing, and beside an empty cell 3 as 3.0."""
-    with suppress(ValueError, OSError):  # what is wrong with the file is said when it is read
-        if names := [*pd.read_csv(file, nrows=0).columns]:
+    with suppress(ValueError, OSError, csv.Error), open(file, encoding="utf-8-sig", newline="") as lines:
+        head = next(filter(None, csv.reader(lines)), [])
+        names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]  # as pandas calls them
+        if names and len({*names}) == len(names):
             features = Features(dict.fromkeys(names, Value("string")))
             return {"features": features, "keep_default_na": False, "na_values": [""]}
-    return {}
+    return {}  # what is wrong with the file is said when it is read
 
 
 def with_shared_format(parts: Sequence[Dataset], field: str) -> list[Dataset]:

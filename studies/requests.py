@@ -56,7 +56,8 @@ dealt to the tasks anew, as many to each. *Noise*: of each LoRA, B is random and
 
 *Many* is asked *one*, *system* and *none*, without the scopes, which had lost by up to 80 points on the other sets.
 
-Run so far: *short* and *domains* with seeds 0 and 1, *joint, replay* with seed 0 alone. What failed of the predictions:
+Run so far: *short* and *domains* with seeds 0 and 1, *joint, replay* with seed 0 alone; controls of *short* with seeds
+3 and 4 and of *domains* with seed 3, which are as predicted. What failed of the other predictions:
 
 - 2: *picked* loses 2.5 and 3.7 points with *system*; so does *own*, as the requests' choice is the same.
 - 3: *picked* loses 4 points with *switch* on *domains* and 7 on *short*; *joint* loses 5 and 7, with replay 11 and 13.
@@ -638,7 +639,9 @@ def report(ledger: Ledger) -> str:
     if not controls:
         return "\n".join(lines) + "\n"
     sets = [name for name in SEEDS if any(run["set"] == name for run in controls)]
-    lines += ["", "## Controls", "", f"| right, *one* | {' | '.join(sets)} |", f"|{'---|' * (1 + len(sets))}"]
+    made = {name: sorted({run["seed"] for run in controls if run["set"] == name}) for name in sets}
+    head = " | ".join(f"{name}, seeds {', '.join(map(str, seeds))}" for name, seeds in made.items())
+    lines += ["", "## Controls", "", f"| right, *one* | {head} |", f"|{'---|' * (1 + len(sets))}"]
     for way in dict.fromkeys(run["way"] for run in controls):
         of_sets = [[run for run in controls if (run["way"], run["set"]) == (way, name)] for name in sets]
         cells = [f"{100 * _mean(float(_matches([run], 'one').mean()) for run in of_set):.1f}" for of_set in of_sets]

@@ -115,6 +115,16 @@ def test_what_reaches_a_service():
         losses = [[by_run[set_name, seed, of, 0]["none_loss"] for seed in seeds] for of in (way, "base")]
         return (sum(losses[0]) - sum(losses[1])) / len(seeds)
 
+    controls = [
+        right(name, f"{way}control", seeds, rows=rows)
+        for way, rows in (("picked, shuffled, ", 240), ("token, shuffled, ", 240), ("mean, ", 0), ("own, noise, ", 0))
+        for name, seeds in (("short", (3, 4)), ("domains", (3,)))
+    ]
+    assert not any(controls[6:])
+    assert (
+        "picking has {:.0f} and {:.0f} % right and a mixture {:.0f} and {:.0f} %, where the mean of the LoRAs has "
+        "{:.0f} and {:.0f} %; the own LoRAs with noise as large in place of B have none"
+    ).format(*controls) in text("docs/combine.md")
     joint, replay, sets = "joint", "joint, replay", ("short", "domains")
     assert (
         f"on the look-alike domains {right('domains', joint, (0, 1)):.0f} % right, where picking has "

@@ -236,7 +236,7 @@ def _clear_state(stage: Stage) -> None:
     """Remove what a stage needed until it was done. Files of the user's that were in the one before stay."""
     former = stage.state / _FORMER
     if former.is_dir():
-        with suppress(ValueError, KeyError):
+        with suppress(ValueError, KeyError, TypeError):  # a damaged marker
             own = {MARKER, "README.md", *read_json(former / MARKER)["files"]}
             for path in [path for path in former.rglob("*") if path.is_file()]:
                 name = path.relative_to(former)

@@ -100,8 +100,8 @@ class MoELoraConfig(PeftConfig):
         expert_names: Names of the experts, in order, for reports and `moe_peft.force_experts`; None: 0, 1, ….
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
-        mean_loras: The one LoRA of each linear that has no experts is the mean of what the experts had there, side by
-            side; `moe_peft.lora_to_moe` sets it.
+        mean_loras: A linear with a single LoRA (`num_experts_pattern` of 1) holds the mean of all experts' LoRAs,
+            concatenated along the rank; set by `moe_peft.lora_to_moe`.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
         alpha_pattern: Maps a module name or regex to an alpha other than `lora_alpha`.
         router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
@@ -161,7 +161,7 @@ class MoELoraConfig(PeftConfig):
     expert_names: list[str] | None = setting(None, "Names of the experts, in order.")
     num_experts_pattern: dict[str, int] = setting(dict, "Number of experts by module name or regex.", COUNT)
     top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
-    mean_loras: bool = setting(False, "The one LoRA of a linear without experts is the mean of the experts' own.")
+    mean_loras: bool = setting(False, "A single LoRA is the mean of all experts' LoRAs, along the rank.")
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
     alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", POSITIVE)
     router_type: str = setting("linear", f"One of {', '.join(ROUTERS)}.", ROUTERS)

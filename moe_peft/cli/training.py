@@ -234,12 +234,13 @@ def _result_folder(options: Options, stages: Mapping[str, Any]) -> Any:
         """Stages have checkpoints in folders of their own; others belong to a training in a single stage."""
         if not asked or ("" not in stages and numbered_checkpoints(folder)):
             return False
-        found = [path for args in stages.values() for path in numbered_checkpoints(Path(args.output_dir)).values()]
-        if any((checkpoint / MARKER).is_file() for checkpoint in found):
+        folders = [Path(args.output_dir) for args in stages.values()]
+        checkpoints = [path for each in folders for path in numbered_checkpoints(each).values()]
+        if any((checkpoint / MARKER).is_file() for checkpoint in checkpoints):
             return True
-        # One that was killed before its first checkpoint was complete has no files beside what there is of that.
-        begun = not any((checkpoint / TRAINER_STATE_NAME).is_file() for checkpoint in found)
-        return begun and not any(path.is_file() and not path.name.startswith(".") for path in folder.iterdir())
+        # A training killed in its first save has left an unfinished checkpoint at most, and no other file.
+        finished = any((checkpoint / TRAINER_STATE_NAME).is_file() for checkpoint in checkpoints)
+        return not finished and not any(path.is_file() and not path.name.startswith(".") for path in folder.iterdir())
 
     remedy = "choose another" if asked else "set resume_from_checkpoint=true (and the same stages), or choose another"
     return output_folder(str(options.training.output_dir), "output_dir", is_ours, remedy)

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
-from ..models.gate_init import find_gate_init, init_gates
+from ..models.gate_init import Sums, find_gate_init, init_gates
 from ..models.introspection import NAMES_FIELD
 from ..models.layer import routed_layers
 from ..native import UpcycleConfig, upcycle
@@ -110,7 +110,7 @@ def _check_gates(settings: MixSettings) -> None:
 
 def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     with new_folder(settings.output) as folder:
-        # What is wrong with what is given is said before the base is loaded.
+        # Errors in the inputs are raised before the base is loaded.
         mixture, adapters = _opened(settings, labels)
         parts = [*adapters] if mixture is None else [mixture, *adapters]
         base, tokenizer = common_base(parts), parts[0].tokenizer
@@ -177,8 +177,10 @@ def _joined_model(
     )  # fmt: skip
 
 
-def _renumbered(former: Any, source: Source, batches: list[dict[str, Any]] | None, num_experts: int) -> Any:
-    """The sums of a mixture's experts beside a new one's texts; None if there are texts of all experts."""
+def _renumbered(
+    former: Sequence[Sums], source: Source, batches: list[dict[str, Any]] | None, num_experts: int
+) -> list[Sums] | None:
+    """The sums of a mixture's experts, with a place for the new one's; None if there are texts of all experts."""
     new = source.labels.index(source.new)
     if batches is not None and any((batch["expert"] != new).any() for batch in batches):
         return None

@@ -129,13 +129,13 @@ class PrunableAdapter(Prunable):
         return found.pop()
 
     def _cut_means(self, left: list[int], config: MoELoraConfig, state: dict[str, torch.Tensor]) -> None:
-        """LoRAs that are the mean of the experts' become that of those that are left."""
+        """Remove dropped experts' ranks from LoRAs that are means; alpha / rank then averages the others."""
         r = self.config.r
         rows = [row for i in left if i < self.config.num_updates for row in range(i * r, (i + 1) * r)]
         for name in self.averaged:
             for key in (*self._keys(name, "moe_lora_A."), *self._keys(name, "moe_lora_B.")):
                 state[key] = state[key][:, rows]
-        if self.averaged:  # whose rank is all that the pattern has
+        if self.averaged:  # all keys of the pattern are theirs
             config.rank_pattern = dict.fromkeys(config.rank_pattern, len(rows))
 
     def _without_texts(self, folder: Path, left: list[int], state: dict[str, torch.Tensor]) -> None:
@@ -195,7 +195,7 @@ class PrunableAdapter(Prunable):
 
 
 def _common(kept: Sequence[Sequence[int]]) -> list[int] | None:
-    """The experts that are left; None where they are not the same in all layers."""
+    """The experts that every layer keeps; None if layers keep different ones."""
     left = list(kept[0])
     return left if all(list(of_layer) == left for of_layer in kept) else None
 

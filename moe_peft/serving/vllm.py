@@ -2,8 +2,8 @@
 vLLM's plugin: it serves a MoE-LoRA adapter on its base, `vllm serve ./my-adapter`, without an export.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). For the engine, the adapter is a
-base model with overrides of its config: the architecture, one of `vllm_models`, the adapter's folder, and what tells a
-compiler's cache that another adapter is there now.
+base model with overrides of its config: the architecture, one of `vllm_models`, the adapter's folder, and a digest of
+the adapter, which makes it a part of vLLM's key for compiled models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..native.folders import MoELoraFolder
 
 ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
-DIGEST_FIELD = "moe_lora_digest"  # and what its modules with experts depend on
+DIGEST_FIELD = "moe_lora_digest"  # and `digest` of it
 PREFIX = "MoELora"  # of our architectures' names
 # Architectures of bases that are served; `vllm_models` makes their classes.
 ARCHITECTURES = (
@@ -102,7 +102,7 @@ def _tokenizer_folder(adapter: MoELoraFolder) -> str:
 
 
 def digest(adapter: MoELoraFolder) -> str:
-    """Another one for each set of modules with experts: vLLM keeps compiled models by their configs."""
+    """A hash of the adapter's config and tensor names, on which the graph that vLLM compiles and caches depends."""
     from ..utils.loading import ADAPTER_CONFIG
 
     parts = [(adapter.folder / ADAPTER_CONFIG).read_text("utf-8"), *sorted(adapter.tensors)]

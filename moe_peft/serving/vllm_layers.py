@@ -203,9 +203,9 @@ class MoELoraFFN(Host):
         self.base_layer = _DenseFFN(self, activation)
         # Under tensor parallelism, the processes' partial outputs are added up once, at the end (Cohere's layers do it,
         # with the attention's); only bottlenecks read the FFN's complete output.
-        in_parts, by_layer = self.down_proj.tp_size > 1, not self.down_proj.reduce_results
-        self.reduces = in_parts and not spec.needs_ffn and not by_layer
-        self.counted = self.down_proj.tp_size if in_parts and spec.needs_ffn and by_layer else 1
+        tp_size, layer_reduces = self.down_proj.tp_size, not self.down_proj.reduce_results
+        self.reduces = tp_size > 1 and not spec.needs_ffn and not layer_reduces
+        self.copies = tp_size if spec.needs_ffn and layer_reduces else 1  # of a complete output that the layer adds up
         self.down_proj.reduce_results = spec.needs_ffn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,8 +214,8 @@ class MoELoraFFN(Host):
     def output(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The FFN's output [T, d]."""
         y_TD = type(self.spec).ffn_output(self, [_ADAPTER], x_TD)
-        if self.counted > 1:  # a complete output, of which the layer will add up one for each process
-            return y_TD / self.counted
+        if self.copies > 1:
+            return y_TD / self.copies
         return tensor_model_parallel_all_reduce(y_TD) if self.reduces else y_TD
 
     def projection(self, name: str) -> nn.Module:

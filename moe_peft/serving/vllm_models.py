@@ -43,7 +43,7 @@ class _MoELora(nn.Module):
         hf_config = vllm_config.model_config.hf_config
         self.adapter: str = getattr(hf_config, ADAPTER_FIELD)
         self.source = f"adapter {self.adapter!r}"
-        if not hasattr(hf_config, DIGEST_FIELD):  # by vLLM's own options, where nothing has checked it yet
+        if not hasattr(hf_config, DIGEST_FIELD):  # started with --hf-overrides, without `use_base`
             folder = open_folder(self.adapter, ADAPTER_FIELD, MoELoraFolder, base=vllm_config.model_config.model)
             parallel, lora = vllm_config.parallel_config, vllm_config.lora_config
             check_served(folder, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, lora is not None)
@@ -92,7 +92,7 @@ class _MoELora(nn.Module):
         weights, first = iter(weights), []
         for name, tensor in weights:
             first.append((name, tensor))
-            if name not in self.adapter_names:  # the base's
+            if name not in self.adapter_names:  # a checkpoint of the base
                 weights, first = self._overlaid(chain(first, weights)), []
                 break
         loaded: set[str] = set()

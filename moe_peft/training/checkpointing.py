@@ -82,7 +82,7 @@ class Fingerprint:
             **(_adapter_facts(model.peft_config[model.active_adapters[0]]) if isinstance(model, PeftModel) else {}),
             "processes": args.world_size,
             "rows": len(data),
-            "data": _of_rows(data),
+            "data": _digest_rows(data),
             "trained parameters": digest(trained),
             "base": digest(base_values(model)),
             **more,
@@ -118,11 +118,10 @@ def base_values(model: nn.Module) -> list[float]:
     return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].cpu().double().tolist()]
 
 
-def _of_rows(data: Dataset) -> str:
-    """A digest of all rows."""
+def _digest_rows(data: Dataset) -> str:
     hashed = hashlib.sha256()
     for rows in data.with_format("arrow").iter(1000):
-        table = rows.replace_schema_metadata().combine_chunks()  # the same bytes however the rows are stored
+        table = rows.replace_schema_metadata().combine_chunks()  # the same bytes for any chunks on disk
         hashed.update(str(table.schema).encode())
         for batch in table.to_batches():
             hashed.update(batch.serialize())

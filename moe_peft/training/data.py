@@ -170,7 +170,7 @@ def _from_alpaca(field: str, row: dict[str, Any], i: int) -> dict[str, Any]:
     """A row as in Alpaca, perhaps with LLaMA-Factory's `system` and `history`, as a prompt and its completion."""
     parts = {name: row.get(name) for name in ("instruction", "input", "output")}
     for name, value in parts.items():
-        # Whole numbers are as they were written; what other values looked like in the file is not known.
+        # A whole number's text is known; that of a float, a flag or a list as the file had it is not.
         if not isinstance(value, str) and type(value) is not int and (value is not None or name == "output"):
             raise InputError(f"{field}: row {i}: {name}={one_line(repr(value), 60)}: must be a string")
     turns = [("system", row.get("system"))]

@@ -69,8 +69,12 @@ def save_full_weights(trainer: Trainer) -> None:
 @dataclass(frozen=True)
 class Trained:
     """
-    What `train` leaves: the log, one record per logged step; the checkpoints that were to stay, by step; and what
-    identifies the result, for a training that begins with it.
+    What `train` leaves.
+
+    Args:
+        history: the log, one record per logged step.
+        checkpoints: those that were to stay, by step.
+        result: a digest of the training and its last step, for the fingerprint of one that starts from its weights.
     """
 
     history: list[dict[str, Any]]

@@ -8,7 +8,7 @@ and routers learn to choose among those, or are given no others to choose from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -235,7 +235,8 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
 
     Args:
         model: a model with or without an adapter, or the name of one.
-        ref_model: the reference; None: the model as it is given, where TRL's would be the folder that it came from.
+        ref_model: the reference model; None, without an adapter: a copy of `model`, where TRL would load the checkpoint
+            that its config names.
         kwargs: the other arguments of `DPOTrainer`, such as `args`, `train_dataset` and `peft_config`.
 
     Example:
@@ -264,19 +265,15 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
 
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any) -> None:
         without_adapter = isinstance(model, PreTrainedModel) and kwargs.get("peft_config") is None
-        # Before training, TRL can compute these with the model itself; and DeepSpeed may have sharded it already.
-        needs_none = getattr(args, "precompute_ref_log_probs", False) or any(map(is_sharded, _parameters(model)))
-        if ref_model is None and without_adapter and not needs_none:
-            ref_model = _as_it_is(model)
+        # TRL precomputes with the policy itself, before it trains; a copy of a model that ZeRO-3 has sharded is empty.
+        precomputes = getattr(args, "precompute_ref_log_probs", False)
+        if ref_model is None and without_adapter and not precomputes and not any(map(is_sharded, model.parameters())):
+            ref_model = _copied(model)
         super().__init__(model, ref_model, args, **kwargs)
 
 
-def _parameters(model: Any) -> Iterable[torch.nn.Parameter]:
-    return model.parameters() if isinstance(model, torch.nn.Module) else ()
-
-
-def _as_it_is(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model, without what an earlier trainer has put in the place of its forward."""
+def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model with its class's forward, which an earlier trainer may have patched."""
     forward = model.__dict__.pop("forward", None)
     try:
         return copy.deepcopy(model)

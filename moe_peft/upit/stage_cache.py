@@ -7,7 +7,6 @@ needs only until then (checkpoints, and a note of what it is doing) stands besid
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 
 from accelerate import PartialState
 
-from ..training.checkpointing import MARKER, Fingerprint, fingerprint_of, is_complete, mark_complete
+from ..training.checkpointing import MARKER, Fingerprint, digest, fingerprint_of, is_complete, mark_complete
 from ..utils.distributed import on_main_process
 from ..utils.io import read_json, remove, write_json
 from ..utils.messages import InputError
@@ -138,14 +137,11 @@ class Stage(ABC):
             **{f"model.{key}": value for key, value in model.items() if key != "name_or_path"},
             **{f"content of {name}": value for name, value in self.hashes().items()},
             **{
-                f"result of {name}": _digest(record["fingerprint"], record["files"]) for name, record in earlier.items()
+                f"result of {name}": digest([record["fingerprint"], record["files"]])
+                for name, record in earlier.items()
             },
         }
         return Fingerprint(json.loads(json.dumps(facts, default=str)))  # as it will be read again
-
-
-def _digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str, Any]:
@@ -233,14 +229,14 @@ def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> 
 
 
 def _clear_state(stage: Stage) -> None:
-    """Remove what a stage needed until it was done. Files of the user's that were in the one before stay."""
+    """Remove a stage's state, once the user's own files in its former folder are back."""
     former = stage.state / _FORMER
     if former.is_dir():
         with suppress(ValueError, KeyError, TypeError):  # a damaged marker
-            own = {MARKER, "README.md", *read_json(former / MARKER)["files"]}
+            generated = {MARKER, "README.md", *read_json(former / MARKER)["files"]}
             for path in [path for path in former.rglob("*") if path.is_file()]:
                 name = path.relative_to(former)
-                if str(name) not in own and not (stage.folder / name).exists():
+                if str(name) not in generated and not (stage.folder / name).exists():
                     (stage.folder / name).parent.mkdir(parents=True, exist_ok=True)
                     path.rename(stage.folder / name)
     remove(stage.state)

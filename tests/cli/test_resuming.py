@@ -93,11 +93,10 @@ def test_a_training_resumes_with_as_many_processes(stopped, tmp_path, capsys, mo
 def test_every_row_is_that_of_the_checkpoint(case, tmp_path, capsys):
     data = rows(300)
     settings = {**case, "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 1, "save_steps": 1}
-    for text in (data[1]["completion"], " w3 w3 w3"):
-        data[1]["completion"] = text
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
-        if "w3 w3" not in text:
-            run("sft", tmp_path, settings)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
+    run("sft", tmp_path, settings)
+    data[1]["completion"] = " w3 w3 w3"
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
     line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 2})
     assert "checkpoint-1': belongs to another training, with data " in line
 

@@ -34,7 +34,7 @@ from .evaluate import Evaluate
 from .experts import ExpertKind
 from .lora_experts import LoraExperts
 from .recipe import Recipe
-from .stage_cache import MANIFEST, Artifacts, Stage, is_run, outlook, run_stage
+from .stage_cache import MANIFEST, Artifacts, Stage, is_run, keep_own_files, outlook, run_stage
 from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
 
 _FIGURE = "routing.png"
@@ -207,7 +207,12 @@ class UpIT:
                 if "evaluate" in self.records and figure.is_file():  # where its tokens go, for its model card
                     shutil.copy(figure, partial / _FIGURE)
                     write_model_card(partial)
-        write_json(self.root / MANIFEST, {**manifest, "result": _weights(self.result)})
+                published = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*"))
+                if "published" in before:
+                    keep_own_files(self.result, partial, before["published"])
+        else:
+            published = before["published"]
+        write_json(self.root / MANIFEST, {**manifest, "result": _weights(self.result), "published": published})
 
 
 def _weights(folder: Path) -> dict[str, str]:

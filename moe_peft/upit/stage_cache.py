@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,13 +234,17 @@ def _clear_state(stage: Stage) -> None:
     former = stage.state / _FORMER
     if former.is_dir():
         with suppress(ValueError, KeyError, TypeError):  # a damaged marker
-            generated = {MARKER, "README.md", *read_json(former / MARKER)["files"]}
-            for path in [path for path in former.rglob("*") if path.is_file()]:
-                name = path.relative_to(former)
-                if str(name) not in generated and not (stage.folder / name).exists():
-                    (stage.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    path.rename(stage.folder / name)
+            keep_own_files(former, stage.folder, {MARKER, "README.md", *read_json(former / MARKER)["files"]})
     remove(stage.state)
+
+
+def keep_own_files(former: Path, folder: Path, written: Collection[str]) -> None:
+    """Put the user's own files of a folder into the one that follows it: all but those written by us."""
+    for path in [path for path in former.rglob("*") if path.is_file()]:
+        name = path.relative_to(former)
+        if name.as_posix() not in written and not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, folder / name)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

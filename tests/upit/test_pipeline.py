@@ -211,8 +211,10 @@ def test_an_edited_card_stays_and_a_damaged_result_is_mended(case, tmp_path):
     run(case, tmp_path, method="loramoe_pt", num_train_epochs=1)
     assert contents(first.root) == before
     (first.result / WEIGHTS).write_bytes(b"damaged")
+    (first.result / "notes").mkdir()
+    (first.result / "notes/mine.txt").write_text("mine")
     run(case, tmp_path, method="loramoe_pt", num_train_epochs=1)
-    assert contents(first.root) == {**before, "adapter/README.md": card.encode()}
+    assert contents(first.root) == {**before, "adapter/README.md": card.encode(), "adapter/notes/mine.txt": b"mine"}
 
 
 @pytest.mark.slow
@@ -488,7 +490,7 @@ def test_plan_is_what_happens(method, of_method, upit):
 
 def test_plan_finds_what_cannot_be_done(case):
     impossible = recipe_from_dict({**case, "num_train_epochs": 0.5, "router_init": {"buckets": "none"}})
-    with pytest.raises(ValueError, match="num_checkpoints=6: must be from 1 to the number of steps, 3"):
+    with pytest.raises(ValueError, match="num_experts=3: are chosen from 6 checkpoints, and the training has 3 steps"):
         plan(UpIT(impossible))
     incomplete = {**case["router_init"], "buckets": "label", "expert_map": {"a": [0], "b": [1]}}
     with pytest.raises(ValueError, match="no experts for the label 'c' of example 2"):

@@ -161,7 +161,8 @@ class Conversation:
         Raises:
             ValueError: the conversation is too long for the model.
         """
-        return self._answer(question, self.answers)
+        # Half a pair of surrogates, which JSON can write, is no text for a tokenizer.
+        return self._answer(question.encode(errors="replace").decode(), self.answers)
 
     def ask_again(self) -> Iterator[str]:
         """The last question, asked again under the current steering; the new answer replaces the last one."""

@@ -63,6 +63,8 @@ class Terminal:
         name, _, rest = line.strip().partition(" ")
         if name not in COMMANDS:
             raise InputError(f"{name}: no such command; /help lists them, and a space in front makes it a question")
+        if rest.strip() and " " not in COMMANDS[name].usage:
+            raise InputError(f"{name}: stands alone; /help lists the commands")
         COMMANDS[name].run(self, rest.strip())
 
     def _read(self) -> str | None:
@@ -214,7 +216,8 @@ class Terminal:
         return text
 
     def steer(self, kind: Kind, names: str) -> None:
-        self.conversation.steer(kind, [name.strip() for name in names.split(",") if name.strip()])
+        given = [name.strip() for name in names.split(",") if name.strip()]
+        self.conversation.steer(kind, names if names in self.conversation.experts else given)
         self._compare()
 
     def clear(self, rest: str) -> None:

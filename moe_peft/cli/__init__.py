@@ -56,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command = COMMANDS[options.command]
             if not isinstance(command, Command):
                 raise InputError(f"COMMANDS[{options.command!r}]={command!r}: must be a moe_peft.cli.Command")
-            if command.once and int(os.environ.get("RANK", "0")) > 0:
-                return
+            if command.once:
+                if int(os.environ.get("RANK", "0")) > 0:
+                    return
+                _leave_launch()
             module = import_module(command.module, __name__)
         except ImportError as error:
             raise InputError(f"{error}; install the training extra: {install('train')}") from error
@@ -88,11 +90,21 @@ def _common() -> argparse.ArgumentParser:
     return parser
 
 
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # that launchers give a process
+_LAUNCH = (*_NUMBERS, "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+
+
 def _check_launcher() -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+    for name in _NUMBERS:
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"-?\d+", value):
             raise InputError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
+
+
+def _leave_launch() -> None:
+    """Forget that a launcher started this process beside others: nothing waits for those, which have ended."""
+    for name in _LAUNCH:
+        os.environ.pop(name, None)
 
 
 # Logger → words of its lines that tell the user nothing.

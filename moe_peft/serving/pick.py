@@ -280,7 +280,13 @@ def asked_texts(value: Any, path: str) -> list[str]:
     requests = value if name == "prompt" and isinstance(value, list) else [value]
     if name == "prompt" and not all(isinstance(request, str) for request in requests):
         raise _Refused("prompt: the choice reads text; give a string or a list of strings, or name an adapter")
-    try:  # half a pair of surrogates, which JSON can write, is no text for a tokenizer
+    try:
+        if name == "messages" and isinstance(value, str):
+            raise TypeError
+        if name == "input" and not isinstance(value, str) and not any(item.get("role") == "user" for item in value):
+            # What it answers is kept by the engine (`previous_response_id`).
+            raise _Refused("input: has no message of the user, who decides; name an adapter")
+        # Half a pair of surrogates, which JSON can write, is no text for a tokenizer.
         return [request_text(request).encode(errors="replace").decode() for request in requests]
     except (TypeError, AttributeError) as error:
         raise _Refused(f"{name}: is not a list of messages") from error

@@ -65,8 +65,8 @@ def chosen_steps(total: int, num_experts: int, num_checkpoints: int | None, sele
     count = num_checkpoints or SELECTIONS[selection].per_expert * num_experts
     if num_checkpoints is None and count > total:
         raise InputError(
-            f"num_experts={num_experts}: are chosen from {count} checkpoints, and the training has {total} steps; train "
-            "on more rows or for longer, or take fewer experts"
+            f"num_experts={num_experts}: are chosen from {count} checkpoints, and the training has {total} steps; "
+            "train longer, or take fewer experts"
         )
     return select_checkpoints(checkpoint_steps(total, count), num_experts, selection)
 

@@ -156,6 +156,9 @@ def no_weights(folder: Path, wanted: str) -> str:
             f"{folder} has {pickled[0]}, but no {wanted}; only safetensors are read, because a pickled file can run "
             "code: load it where you trust it and save it with save_pretrained"
         )
+    others = sorted(path.name for path in folder.glob(wanted.replace(".", ".*.")))
+    if others:
+        return f"{folder} has {others[0]}, but no {wanted}; save the model with save_pretrained, without a variant"
     return f"{folder} has no {wanted}; save the model with save_pretrained first"
 
 

@@ -218,6 +218,12 @@ def test_turns_are_the_template_of_the_whole_history(folder, tokenizer):
         history.append(answer)
 
 
+def test_half_a_pair_of_surrogates_is_read(folder, tokenizer):
+    conversation = Conversation(load("output", folder), tokenizer, max_new_tokens=6)
+    answer = "".join(conversation.ask("half \ud800"))
+    assert answer == "".join(Conversation(load("output", folder), tokenizer, max_new_tokens=6).ask("half ?"))
+
+
 def test_the_token_that_ends_an_answer_is_not_of_it(folder, tokenizer):
     model = load("output", folder)
     free = Conversation(model, tokenizer, max_new_tokens=LENGTH)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -111,6 +113,7 @@ def test_what_is_wrong_is_one_line_and_the_conversation_goes_on(talk):
         "/expert tax": "expert='tax': must be one of law, math, code, prose",
         "/forbid law, math, code": "allow_experts: some row allows only 1 of the experts; allow at least top_k=2",
         "/forbid": "forbid: name some of the experts: law, math, code, prose",
+        "/base 1": "/base: stands alone; /help lists the commands",
         "/base": "from now on: base",
         "/clear": "all turns are forgotten",
     }
@@ -118,6 +121,17 @@ def test_what_is_wrong_is_one_line_and_the_conversation_goes_on(talk):
     assert {line: after(printed, line) for line in lines} == lines
     assert "served by: the base" in after(printed, " /sing")
     assert "not asked" not in printed
+
+
+def test_a_name_may_have_a_comma(models, talk):
+    shutil.copytree(models / "mixture", models / "commas")
+    config = json.loads((models / "commas/adapter_config.json").read_text())
+    config["expert_names"] = ["a, b", "a", "b", "c"]
+    (models / "commas/adapter_config.json").write_text(json.dumps(config))
+    printed = talk("commas", "/expert a, b", "/forbid a, b", "/forbid a, c")
+    assert after(printed, "/expert a, b") == "from now on: expert a, b"
+    assert after(printed, "/forbid a, b") == "from now on: without a, b"
+    assert after(printed, "/forbid a, c") == "from now on: without a, c"
 
 
 def test_lines_with_a_backslash_go_on(talk, monkeypatch):

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_peft
+from moe_peft import MoELoraConfig
 from moe_peft.cli import COMMANDS, main
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.upit.methods import METHODS
 from moe_peft.utils.compat import TESTED
 from moe_peft.utils.messages import InputError
+from tests.helpers.chat_model import save_chat_model
 from tests.helpers.models import tiny_llama
 
 LIGHT = """
@@ -317,6 +321,25 @@ def test_the_first_of_several_processes_does_the_work(command, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         main([command])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", [{}, {"ACCELERATE_USE_FSDP": "true"}], ids=["DDP", "FSDP"])
+def test_the_first_process_does_not_wait_for_the_others(tmp_path, launched):
+    """They have ended, and what reads texts makes training arguments, which would meet them."""
+    folder, rows = save_chat_model(tmp_path / "base"), tmp_path / "rows.jsonl"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), MoELoraConfig(num_experts=2, r=2)).save_pretrained(
+        tmp_path / "adapter"
+    )
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "adapter")
+    rows.write_text('{"text": "one two three"}\n' * 4)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment = {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", **launched}
+    command = [sys.executable, "-m", "moe_peft", "inspect", "--model", tmp_path / "adapter", "--data", rows]
+    command += ["--output", tmp_path / "report"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=300, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report/routing.json").is_file()
 
 
 COMMAND = """

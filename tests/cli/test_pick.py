@@ -256,6 +256,13 @@ REFUSED = {
     "lists of tokens": ({"prompt": [[1], [2]]}, "prompt: the choice reads text"),
     "no prompt": ({}, "prompt: the choice reads text"),
     "messages a number": ({"messages": 7}, "messages: is not a list of messages"),
+    "messages a text": ({"messages": "x"}, "messages: is not a list of messages"),
+    "input a number": ({"input": 7}, "input: is not a list of messages"),
+    # The conversation is kept by the engine, where another adapter may have begun it.
+    "what a tool gave": (
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}], "previous_response_id": "r"},
+        "input: has no message of the user, who decides; name an adapter",
+    ),
     "no messages": ({"messages": None}, "messages: is not a list of messages"),
     "messages of texts": ({"messages": ["x"]}, "messages: is not a list of messages"),
     "content a number": ({"messages": [{"role": "user", "content": 3}]}, "messages: is not a list"),
@@ -266,7 +273,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_picked_for_is_refused_in_openais_form(client, engine, case):
     body, message = REFUSED[case]
-    path = "chat/completions" if "messages" in body else "completions"
+    path = "chat/completions" if "messages" in body else "responses" if "input" in body else "completions"
     answer = client.post(f"/v1/{path}", json={"model": "auto", **body})
     error = answer.json()["error"]
     assert answer.status_code == error["code"] == 400 and error["type"] == "invalid_request_error"

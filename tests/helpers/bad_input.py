@@ -154,6 +154,10 @@ NO_MODEL: dict[str, tuple[Damage, str]] = {
     "smaller vocabulary": (changed(CONFIG, vocab_size=100), "128"),
     "an adapter beside it": (text(ADAPTER, "{}"), "holds an adapter beside the model"),
     "no weights": (without(WEIGHTS), "no model.safetensors"),
+    "weights of a variant": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "model.fp16.safetensors"),
+        "has model.fp16.safetensors, but no model.safetensors; save the model with save_pretrained, without a variant",
+    ),
     "weights empty": (text(WEIGHTS, b""), "cannot be read"),
     "weights cut off": (cut(WEIGHTS), "cannot be read"),
     "weights cut off in the header": (cut(WEIGHTS, 4), "cannot be read"),

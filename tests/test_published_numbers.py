@@ -125,6 +125,13 @@ def test_what_reaches_a_service():
         "picking has {:.0f} and {:.0f} % right and a mixture {:.0f} and {:.0f} %, where the mean of the LoRAs has "
         "{:.0f} and {:.0f} %; the own LoRAs with noise as large in place of B have none"
     ).format(*controls) in text("docs/combine.md")
+    many = [
+        right("many", way, (0,), rows=rows) for way, rows in (("picked", 240), ("own", 0), ("token", 240), ("mean", 0))
+    ]
+    assert (
+        "24 LoRAs picking answers {:.0f} % right, where the requests' own have {:.0f} %, a mixture has {:.0f} % and "
+        "the mean of the LoRAs {:.0f} %"
+    ).format(*many) in text("docs/combine.md")
     joint, replay, sets = "joint", "joint, replay", ("short", "domains")
     assert (
         f"on the look-alike domains {right('domains', joint, (0, 1)):.0f} % right, where picking has "

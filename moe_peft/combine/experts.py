@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -19,7 +20,9 @@ from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 
-# Without shared experts, which `expert_to_lora` folds into each of the others.
+Lora: TypeAlias = tuple[LoraConfig, dict[str, torch.Tensor]]
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# Without the number of shared experts, whose LoRA says it.
 _KEPT = {field.name for field in fields(MoELoraConfig)} - {
     *EXPERT_FIELDS, "num_shared_experts", "peft_type", "auto_mapping", "inference_mode",
 }  # fmt: skip
@@ -34,8 +37,8 @@ def put_expert(
     name: str | None = None,
 ) -> PeftModel:
     """
-    Add an expert to a mixture, or replace one. The others keep their LoRAs (with shared experts folded in) and gates;
-    the new gate is random; `moe_peft.init_gates` sets all anew.
+    Add an expert to a mixture, or replace one. The others, shared ones among them, keep their LoRAs and gates; the new
+    gate is random; `moe_peft.init_gates` sets all anew.
 
     Args:
         base: the base model, without adapters.
@@ -89,11 +92,12 @@ def put_expert(
         names[position : position + (expert is not None)] = [Path(adapter).name if name is None else name]
         settings["expert_names"] = names
     averaged = _averaged(model, folder)
+    shared = _shared_lora(model, averaged) if config.num_shared_experts else None
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_updates)]
     loras += [adapter] if expert is None else []
     unloaded = model.unload()
     routes = behind_backbone(unloaded, averaged) == {*averaged}  # a head has a mean in any case
-    result = lora_to_moe(unloaded, loras, attention="route" if routes else "mean", **settings)
+    result = lora_to_moe(unloaded, loras, attention="route" if routes else "mean", always=shared, **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
@@ -122,16 +126,48 @@ def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
     return [*averaged]
 
 
-def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> Lora:
     """An expert as a LoRA, with its own part of the LoRAs that are a mean."""
-    config, state = expert_to_lora(model, expert)
     moe = model.peft_config["default"]
+    config, state = _part_of(model, expert, averaged)
     own = slice(expert * moe.r, (expert + 1) * moe.r)
     for path in averaged:
-        A, B = f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
+        A, B = f"{_PREFIX}{path}{_A}", f"{_PREFIX}{path}{_B}"
         state[A], state[B] = state[A][own], state[B][:, own]
         config.rank_pattern[path], config.alpha_pattern[path] = moe.r, moe.lora_alpha
     return config, state
+
+
+def _shared_lora(model: Any, averaged: Sequence[str]) -> Lora | None:
+    """The shared experts as a LoRA; None: there are none, or they do nothing."""
+    config, state = _part_of(model, 0, averaged, shared=True)
+    config.trainable_token_indices = None  # the rows are each expert's
+    modules = [name.removesuffix(_B) for name, B in state.items() if name.endswith(_B) and B.any()]
+    modules = [name for name in modules if name.removeprefix(_PREFIX) not in averaged]  # which have none
+    return (config, {name + end: state[name + end] for name in modules for end in (_A, _B)}) if modules else None
+
+
+def _part_of(model: Any, expert: int, averaged: Sequence[str], shared: bool = False) -> Lora:
+    """An expert's LoRA without the ranks of the shared experts, or those alone."""
+    config, state = expert_to_lora(model, expert)
+    num_shared = model.peft_config["default"].num_shared_experts
+    parts = 1 + num_shared
+    first, count = (1, num_shared) if shared else (0, 1)
+
+    def alpha(whole: float) -> float:  # of the same scaling
+        return whole * (count / parts) ** 0.5 if config.use_rslora else whole * count / parts
+
+    part = copy.deepcopy(config)
+    part.r, part.lora_alpha = config.r * count // parts, alpha(config.lora_alpha)
+    part.rank_pattern = {name: rank * count // parts for name, rank in config.rank_pattern.items()}
+    part.alpha_pattern = {name: alpha(whole) for name, whole in config.alpha_pattern.items()}
+    sliced = dict(state)
+    for name, tensor in state.items():
+        if name.endswith((_A, _B)) and name[len(_PREFIX) : -len(_A)] not in averaged:
+            dim = 0 if name.endswith(_A) else 1
+            size = tensor.shape[dim] // parts
+            sliced[name] = tensor.narrow(dim, first * size, count * size)
+    return part, sliced
 
 
 def _routers(model: Any) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def put_gates(
 @contextmanager
 def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | None = None) -> Iterator[None]:
     """
-    A context manager: inside the block, all experts have gates 1/n. With mixing `"projection"`, that is the mean of the
-    LoRAs' updates.
+    A context manager: inside the block, all experts that have updates have gates 1/n. With mixing `"projection"`, that
+    is the mean of the LoRAs' updates.
 
     Args:
         mixing: of an adapter; None: its own.

@@ -145,9 +145,10 @@ class AdapterLayer(RoutedLayer):
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
         experts, router = self.experts, self.router
-        self.module.moe_lora_router[self.adapter] = _uniform(router).to(self.device)
+        n = experts.num_updates  # the base, as an expert, is none of those that have a mean
+        self.module.moe_lora_router[self.adapter] = _uniform(router, n).to(self.device)
         self.module.moe_lora_spec[self.adapter] = replace(
-            experts, top_k=self.num_experts, normalize_top_k=True, mixing=mixing or experts.mixing
+            experts, num_experts=n, base_expert=False, top_k=n, normalize_top_k=True, mixing=mixing or experts.mixing
         )
         try:
             yield
@@ -264,7 +265,7 @@ class NativeLayer(RoutedLayer):
         gate, top_k, n = self.module, self.top_k, self.num_experts
         if isinstance(gate, RoutedGate):
             router, normalizes = gate.moe_router, gate.normalizes
-            gate.moe_router, gate.top_k, gate.normalizes = _uniform(router).to(self._like), n, True
+            gate.moe_router, gate.top_k, gate.normalizes = _uniform(router, n).to(self._like), n, True
             try:
                 yield
             finally:
@@ -316,9 +317,9 @@ class NativeLayer(RoutedLayer):
         return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == self.num_experts]
 
 
-def _uniform(router: Router) -> LinearRouter:
-    """A router in its place whose gates, a softmax over all experts, are 1/n."""
-    uniform = LinearRouter(router.hidden_size, router.num_experts).requires_grad_(False)
+def _uniform(router: Router, n: int) -> LinearRouter:
+    """A router in its place whose gates, a softmax over n experts, are 1/n."""
+    uniform = LinearRouter(router.hidden_size, n).requires_grad_(False)
     uniform.weight.zero_()
     return uniform
 

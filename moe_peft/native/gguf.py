@@ -151,8 +151,11 @@ class _MoE:
         self.layers = range(config.num_hidden_layers)
         self.architecture = architecture(config)
         self._experts = lru_cache(1)(self._stacked)  # its three tensors are written one after the other
-        has_shared = family.shared is not None and any(content.shared(layer).down.any() for layer in self.layers)
-        if reason := inexact(config, has_shared).get("llama.cpp"):
+        reason = inexact(config, False).get("llama.cpp")  # such as layers without experts, which have no shared ones
+        if reason is None and family.shared is not None:
+            has_shared = any(content.shared(layer).down.any() for layer in self.layers)
+            reason = inexact(config, has_shared).get("llama.cpp")
+        if reason is not None:
             raise InputError(f"{name}: llama.cpp does not compute this: {reason}")
 
     def add_settings(self, writer: Any) -> None:
@@ -277,6 +280,12 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
     if model["byte_fallback"]:  # SentencePiece's
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
+        for token in added.values():
+            if token["normalized"] and not token["special"] and backend["normalizer"]:
+                raise InputError(
+                    f"{name}: its tokenizer finds {token['content']!r} only where a word begins, llama.cpp anywhere; "
+                    f"add it as AddedToken({token['content']!r}, normalized=False)"
+                )
         writer.add_add_space_prefix(_adds_space(backend, name))
         # A token counts as its first merge does; others are not made by merging.
         scores: dict[str, float] = {}

@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -92,12 +91,45 @@ def test_biases_and_shared_experts_are_those_of_the_mixture(case, tmp_path):
     model = put_expert(base(), tmp_path / "mixed", case / "d", 1).eval()
     biases = [buffer.tolist() for name, buffer in model.named_buffers() if "bias_steps" in name]
     assert biases == [[1, 0, 3]] * 2
-    ids, alone = torch.arange(3, 27).view(2, 12), PeftModel.from_pretrained(base(), case / "d").eval()
-    for i, expected in ((0, mixed.eval()), (1, alone), (2, mixed)):
-        with torch.no_grad(), force_experts(model, torch.tensor([i])):
-            output = model(ids).logits
-            with nullcontext() if expected is alone else force_experts(expected, torch.tensor([i])):
-                assert_near(output, expected(ids).logits)
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.no_grad():
+        for i in (0, 2):
+            with force_experts(model, torch.tensor([i])), force_experts(mixed.eval(), torch.tensor([i])):
+                assert_near(model(ids).logits, mixed(ids).logits)
+    # The new one is its LoRA, with the shared experts' beside it.
+    shared = {name for name in mixed.state_dict() if "shared" in name}
+    assert shared and all(torch.equal(model.state_dict()[name], mixed.state_dict()[name]) for name in shared)
+    expected = lora_to_moe(base(), [case / "d"] * 2, top_k=1, num_shared_experts=1).eval()
+    expected.load_state_dict({name: mixed.state_dict()[name] for name in shared}, strict=False)
+    with torch.no_grad(), force_experts(model, torch.tensor([1])), force_experts(expected, torch.tensor([1])):
+        assert_near(model(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("replace", [None, 1])
+@pytest.mark.parametrize("attention", ["route", "mean"])
+def test_a_lora_under_every_expert_serves_the_new_one_too(attention, replace, tmp_path):
+    """As in the mixture that is made of these adapters at once, to the bit; with ranks and alphas of their own."""
+
+    def base():
+        return tiny_llama().eval()
+
+    for i, (r, alpha, targets) in enumerate(
+        [(4, 8, ["up_proj", "down_proj", "q_proj"]), (4, 8, ["up_proj"]), (2, 8, ["down_proj", "q_proj"]),
+         (3, 5, ["up_proj", "gate_proj"])]
+    ):  # fmt: skip
+        config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
+        torch.manual_seed(i)
+        get_peft_model(base(), config).save_pretrained(tmp_path / str(i))
+    first, second, third, always = (str(tmp_path / str(i)) for i in range(4))
+    given = {"attention": attention, "top_k": 1, "base_expert": attention == "route"}
+    lora_to_moe(base(), [first, second], always=always, **given).save_pretrained(tmp_path / "mixed")
+    made = put_expert(base(), tmp_path / "mixed", third, replace)
+    expected = lora_to_moe(base(), [first, *([second] if replace is None else []), third], always=always, **given)
+    of_expected = {name: tensor for name, tensor in expected.state_dict().items() if "router" not in name}
+    assert any("shared" in name for name in of_expected)
+    for name, tensor in of_expected.items():
+        assert torch.equal(made.state_dict()[name], tensor), name
+    assert made.peft_config["default"].num_shared_experts == expected.peft_config["default"].num_shared_experts
 
 
 @pytest.mark.parametrize(

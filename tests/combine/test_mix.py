@@ -536,11 +536,13 @@ def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, t
     assert not (tmp_path / "broken").exists()
 
 
-def test_general_requests_go_to_the_base(case, tmp_path, tokenizer):
+def test_general_requests_go_to_the_base(case, mixed, tmp_path, tokenizer):
     """An expert without an update, whose gate is set by general texts; it is named in what a mixture says of itself."""
     general = [f"w{3 + 40 * (i % 3)} w{4 + 40 * ((i + 1) % 3)} w{5 + 40 * ((i + 2) % 3)} w123" for i in range(24)]
     (tmp_path / "general.txt").write_text("\n".join(general))
-    measured = mix(settings(case, output=str(tmp_path / "out"), neutral=str(tmp_path / "general.txt")))
+    given = {"neutral": str(tmp_path / "general.txt"), "test_data": [str(case / "test.jsonl")]}
+    measured = mix(settings(case, output=str(tmp_path / "out"), **given))
+    close(*(of.losses["mean of the adapters"] for of in (measured, mixed[0])))  # without the base
     assert measured.general > 0.6 and measured.lost < 0.2
     config = PeftConfig.from_pretrained(tmp_path / "out")
     assert (config.num_experts, config.base_expert, config.expert_names) == (4, True, [*DOMAINS, "base"])

@@ -202,6 +202,14 @@ def test_other_tokens_that_take_spaces_away_are_refused(tmp_path):
         export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf")
 
 
+def test_added_tokens_that_are_found_only_where_a_word_begins_are_refused(tmp_path):
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_tokens(["<call>"])
+    made("llama", tmp_path, {"vocab_size": len(tokenizer)}, tokenizer)
+    with pytest.raises(ValueError, match=r"add it as AddedToken\('<call>', normalized=False\)"):
+        export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf")
+
+
 @pytest.mark.parametrize("damage, message", [
     ({"pre_tokenizer": {"type": "Whitespace"}}, "llama.cpp has no name for how its tokenizer splits text"),
     ({"normalizer": {"type": "Lowercase"}}, "llama.cpp has no name for how its tokenizer splits text"),

@@ -58,8 +58,8 @@ dealt to the tasks anew, as many to each. *Noise*: of each LoRA, B is random and
 points.
 
 Run so far: *short* and *domains* with seeds 0 and 1, *joint, replay* with seed 0 and, of *domains*, 3, there beside
-*base* and *own*; *many* with seed 0, without its joint LoRAs; controls of *short* with seeds 3 and 4 and of *domains*
-with seed 3, which are as predicted. What failed of the other predictions:
+*base* and *own*; *many* with seed 0, without its joint LoRAs; controls of *short* with seeds 3 and 4, of *domains*
+with seed 3 and of *many*, which are as predicted. What failed of the other predictions:
 
 - 2: *picked* loses 2.5 to 3.7 points with *system*; so does *own*, as the requests' choice is the same.
 - 3: *picked* loses 4 points with *switch* on *domains* and 7 on *short*; *joint* loses 5 and 7, with replay 10 and 13.

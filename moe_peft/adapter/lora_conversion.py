@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -405,8 +405,6 @@ def expert_to_lora(
     if not isinstance(source, MoELoraConfig):
         names = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
         raise InputError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {names}")
-    if reason := EXPERTS[source.expert_type].no_lora:
-        raise InputError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
     if isinstance(expert, str):
         names = source.expert_names or []
         if expert not in names:
@@ -415,25 +413,7 @@ def expert_to_lora(
     most = max([source.num_experts, *source.num_experts_pattern.values()])
     if not 0 <= expert < most:
         raise InputError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
-    state, ranks, alphas = _matrices_of(model, expert, adapter_name)
-    every = [n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n]
-    r, lora_alpha = _lora_size(source.expert_spec(""))
-    config = LoraConfig(
-        r=r,
-        lora_alpha=lora_alpha,
-        lora_dropout=source.lora_dropout,
-        use_rslora=source.use_rslora,
-        target_modules=sorted(short_names(ranks, every)),
-        rank_pattern={name: of_one for name, of_one in ranks.items() if of_one != r},
-        alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != lora_alpha},
-        modules_to_save=source.modules_to_save,
-        trainable_token_indices=source.trainable_token_indices,
-        ensure_weight_tying=source.ensure_weight_tying,
-        task_type=source.task_type,
-        base_model_name_or_path=source.base_model_name_or_path,
-        revision=source.revision,
-        inference_mode=True,
-    )
+    config, state = lora_of_expert(model, expert, adapter_name)
     if save_directory is not None:
         if Path(save_directory).exists():
             raise FileExistsError(f"expert_to_lora: save_directory={str(save_directory)!r} exists; choose another name")
@@ -446,45 +426,87 @@ def expert_to_lora(
     return config, state
 
 
-def _lora_size(source: Experts) -> tuple[int, float]:
-    """Rank and alpha of an expert's LoRA, with that of the experts that serve every token, and the same scaling."""
-    parts = 1 + source.num_shared_experts
+def lora_of_expert(
+    model: PeftModel, expert: int | None, adapter_name: str, shared: bool = True
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """
+    An expert as a LoRA, as `expert_to_lora` returns it.
+
+    Args:
+        expert: its index; None: the shared experts alone, without trained tokens and the modules of `modules_to_save`.
+        shared: whether the shared experts are part of it.
+
+    Raises:
+        ValueError: the experts are bottlenecks, or some module has no such expert.
+    """
+    source = cast(MoELoraConfig, model.peft_config[adapter_name])
+    if reason := EXPERTS[source.expert_type].no_lora:
+        raise InputError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
+    state, ranks, alphas = _matrices_of(model, expert, adapter_name, shared)
+    every = [n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n]
+    r, lora_alpha = _lora_size(source.expert_spec(""), expert is not None, shared)
+    config = LoraConfig(
+        r=r,
+        lora_alpha=lora_alpha,
+        lora_dropout=source.lora_dropout,
+        use_rslora=source.use_rslora,
+        target_modules=sorted(short_names(ranks, every)),
+        rank_pattern={name: of_one for name, of_one in ranks.items() if of_one != r},
+        alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != lora_alpha},
+        modules_to_save=None if expert is None else source.modules_to_save,
+        trainable_token_indices=None if expert is None else source.trainable_token_indices,
+        ensure_weight_tying=source.ensure_weight_tying,
+        task_type=source.task_type,
+        base_model_name_or_path=source.base_model_name_or_path,
+        revision=source.revision,
+        inference_mode=True,
+    )
+    return config, state
+
+
+def _lora_size(source: Experts, routed: bool, shared: bool) -> tuple[int, float]:
+    """Rank and alpha of a LoRA of one routed expert, the shared experts, or both, with an expert's scaling."""
+    parts = routed + shared * source.num_shared_experts
     return source.r * parts, source.lora_alpha * (parts**0.5 if source.use_rslora else parts)
 
 
 def _matrices_of(
-    model: PeftModel, expert: int, adapter_name: str
+    model: PeftModel, expert: int | None, adapter_name: str, shared: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
-    """An expert's A and B and what all share, under PEFT's names, and by module its rank and alpha."""
+    """The A and B of `lora_of_expert` and what all experts share, under PEFT's names, and by module rank and alpha."""
     state: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for owner, layer in model.get_base_model().named_modules():
-        if isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
+        if expert is not None and isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
             module = layer.modules_to_save[adapter_name].state_dict()
             state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in module.items()}
-        if isinstance(layer, TrainableTokensWrapper) and not layer.token_adapter.tied_adapter:
+        if expert is not None and isinstance(layer, TrainableTokensWrapper) and not layer.token_adapter.tied_adapter:
             rows = layer.token_adapter.trainable_tokens_delta.items()
             state |= {f"{_PREFIX}{owner}{TOKEN_ROWS}": p.detach().cpu().clone() for n, p in rows if n == adapter_name}
         if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
             continue
         spec = layer.moe_lora_spec[adapter_name]
-        if not 0 <= expert < spec.num_updates and spec.num_experts > 1:
+        if expert is not None and not 0 <= expert < spec.num_updates and spec.num_experts > 1:
             raise InputError(f"expert_to_lora: expert={expert}: {owner} has LoRAs 0 to {spec.num_updates - 1}")
-        index = expert if spec.num_experts > 1 else 0
+        has_shared = shared and spec.num_shared_experts > 0
         A_all, B_all = layer.expert_parameters(adapter_name)
-        for projection, A in A_all.items():
+        for projection in A_all:
             name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
             name = name.replace(".base_layer", "")
-            A_RI, B_OR = spec.to_lora(A.detach(), B_all[projection].detach(), index)
-            if spec.num_shared_experts:
-                A_shared, B_shared = (
-                    shared[projection][0].detach() for shared in layer.shared_parameters(adapter_name)
-                )
-                A_RI, B_OR = torch.cat([A_RI, A_shared]), torch.cat([B_OR, B_shared.T], dim=1)
+            parts = []
+            if expert is not None:
+                index = expert if spec.num_experts > 1 else 0
+                parts.append(spec.to_lora(A_all[projection].detach(), B_all[projection].detach(), index))
+            if has_shared:
+                A_shared, B_shared = (of[projection][0].detach() for of in layer.shared_parameters(adapter_name))
+                parts.append((A_shared, B_shared.T))
+            if not parts:
+                continue
+            A_RI, B_OR = torch.cat([A for A, _ in parts]), torch.cat([B for _, B in parts], dim=1)
             state[f"{_PREFIX}{name}.lora_A.weight"] = A_RI.cpu().clone(memory_format=torch.contiguous_format)
             state[f"{_PREFIX}{name}.lora_B.weight"] = B_OR.cpu().clone(memory_format=torch.contiguous_format)
-            ranks[name], alphas[name] = _lora_size(spec)
+            ranks[name], alphas[name] = _lora_size(spec, expert is not None, shared)
     return state, ranks, alphas
 
 

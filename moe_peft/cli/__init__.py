@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if command.once:
                 if int(os.environ.get("RANK", "0")) > 0:
                     return
-                _leave_launch()
+                for name in _LAUNCH:  # the other processes end: nothing may wait for them
+                    os.environ.pop(name, None)
             module = import_module(command.module, __name__)
         except ImportError as error:
             raise InputError(f"{error}; install the training extra: {install('train')}") from error
@@ -91,7 +92,7 @@ def _common() -> argparse.ArgumentParser:
 
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # that launchers give a process
-_LAUNCH = (*_NUMBERS, "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_LAUNCH = (*_NUMBERS, "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
 
 
 def _check_launcher() -> None:
@@ -99,12 +100,6 @@ def _check_launcher() -> None:
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"-?\d+", value):
             raise InputError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
-
-
-def _leave_launch() -> None:
-    """Forget that a launcher started this process beside others: nothing waits for those, which have ended."""
-    for name in _LAUNCH:
-        os.environ.pop(name, None)
 
 
 # Logger → words of its lines that tell the user nothing.

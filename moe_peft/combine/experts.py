@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -15,13 +14,11 @@ from peft import LoraConfig, PeftModel
 from ..adapter.base_model import behind_backbone
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.layers import MoELoraLayer
-from ..adapter.lora_conversion import averaged_linears, expert_to_lora, lora_to_moe
+from ..adapter.lora_conversion import averaged_linears, lora_of_expert, lora_to_moe
 from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 
-Lora: TypeAlias = tuple[LoraConfig, dict[str, torch.Tensor]]
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Without the number of shared experts, whose LoRA says it.
 _KEPT = {field.name for field in fields(MoELoraConfig)} - {
     *EXPERT_FIELDS, "num_shared_experts", "peft_type", "auto_mapping", "inference_mode",
@@ -92,7 +89,7 @@ def put_expert(
         names[position : position + (expert is not None)] = [Path(adapter).name if name is None else name]
         settings["expert_names"] = names
     averaged = _averaged(model, folder)
-    shared = _shared_lora(model, averaged) if config.num_shared_experts else None
+    shared = lora_of_expert(model, None, "default") if config.num_shared_experts else None
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_updates)]
     loras += [adapter] if expert is None else []
     unloaded = model.unload()
@@ -126,48 +123,16 @@ def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
     return [*averaged]
 
 
-def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> Lora:
+def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """An expert as a LoRA, with its own part of the LoRAs that are a mean."""
+    config, state = lora_of_expert(model, expert, "default", shared=False)
     moe = model.peft_config["default"]
-    config, state = _part_of(model, expert, averaged)
     own = slice(expert * moe.r, (expert + 1) * moe.r)
     for path in averaged:
-        A, B = f"{_PREFIX}{path}{_A}", f"{_PREFIX}{path}{_B}"
+        A, B = f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
         state[A], state[B] = state[A][own], state[B][:, own]
         config.rank_pattern[path], config.alpha_pattern[path] = moe.r, moe.lora_alpha
     return config, state
-
-
-def _shared_lora(model: Any, averaged: Sequence[str]) -> Lora | None:
-    """The shared experts as a LoRA; None: there are none, or they do nothing."""
-    config, state = _part_of(model, 0, averaged, shared=True)
-    config.trainable_token_indices = None  # the rows are each expert's
-    modules = [name.removesuffix(_B) for name, B in state.items() if name.endswith(_B) and B.any()]
-    modules = [name for name in modules if name.removeprefix(_PREFIX) not in averaged]  # which have none
-    return (config, {name + end: state[name + end] for name in modules for end in (_A, _B)}) if modules else None
-
-
-def _part_of(model: Any, expert: int, averaged: Sequence[str], shared: bool = False) -> Lora:
-    """An expert's LoRA without the ranks of the shared experts, or those alone."""
-    config, state = expert_to_lora(model, expert)
-    num_shared = model.peft_config["default"].num_shared_experts
-    parts = 1 + num_shared
-    first, count = (1, num_shared) if shared else (0, 1)
-
-    def alpha(whole: float) -> float:  # of the same scaling
-        return whole * (count / parts) ** 0.5 if config.use_rslora else whole * count / parts
-
-    part = copy.deepcopy(config)
-    part.r, part.lora_alpha = config.r * count // parts, alpha(config.lora_alpha)
-    part.rank_pattern = {name: rank * count // parts for name, rank in config.rank_pattern.items()}
-    part.alpha_pattern = {name: alpha(whole) for name, whole in config.alpha_pattern.items()}
-    sliced = dict(state)
-    for name, tensor in state.items():
-        if name.endswith((_A, _B)) and name[len(_PREFIX) : -len(_A)] not in averaged:
-            dim = 0 if name.endswith(_A) else 1
-            size = tensor.shape[dim] // parts
-            sliced[name] = tensor.narrow(dim, first * size, count * size)
-    return part, sliced
 
 
 def _routers(model: Any) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class AdapterLayer(RoutedLayer):
     @contextmanager
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
         experts, router = self.experts, self.router
-        n = experts.num_updates  # the base, as an expert, is none of those that have a mean
+        n = experts.num_updates  # the base expert has no update
         self.module.moe_lora_router[self.adapter] = _uniform(router, n).to(self.device)
         self.module.moe_lora_spec[self.adapter] = replace(
             experts, num_experts=n, base_expert=False, top_k=n, normalize_top_k=True, mixing=mixing or experts.mixing

@@ -281,8 +281,6 @@ def asked_texts(value: Any, path: str) -> list[str]:
     if name == "prompt" and not all(isinstance(request, str) for request in requests):
         raise _Refused("prompt: the choice reads text; give a string or a list of strings, or name an adapter")
     try:
-        if name == "messages" and isinstance(value, str):
-            raise TypeError
         if name == "input" and not isinstance(value, str) and not any(item.get("role") == "user" for item in value):
             # What it answers is kept by the engine (`previous_response_id`).
             raise _Refused("input: has no message of the user, who decides; name an adapter")

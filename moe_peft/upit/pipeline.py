@@ -207,12 +207,11 @@ class UpIT:
                 if "evaluate" in self.records and figure.is_file():  # where its tokens go, for its model card
                     shutil.copy(figure, partial / _FIGURE)
                     write_model_card(partial)
-                published = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*"))
-                if "published" in before:
-                    keep_own_files(self.result, partial, before["published"])
-        else:
-            published = before["published"]
-        write_json(self.root / MANIFEST, {**manifest, "result": _weights(self.result), "published": published})
+                if before:
+                    files = [Path(name) for record in before["stages"].values() for name in record["files"]]
+                    published = {path.relative_to(path.parts[0]).as_posix() for path in files}
+                    keep_own_files(self.result, partial, {*published, "README.md", _FIGURE})
+        write_json(self.root / MANIFEST, {**manifest, "result": _weights(self.result)})
 
 
 def _weights(folder: Path) -> dict[str, str]:

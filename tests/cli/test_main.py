@@ -324,7 +324,7 @@ def test_the_first_of_several_processes_does_the_work(command, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", [{}, {"ACCELERATE_USE_FSDP": "true"}], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("launched", [{}, {"ACCELERATE_USE_DEEPSPEED": "true"}], ids=["DDP", "DeepSpeed"])
 def test_the_first_process_does_not_wait_for_the_others(tmp_path, launched):
     """They have ended, and what reads texts makes training arguments, which would meet them."""
     folder, rows = save_chat_model(tmp_path / "base"), tmp_path / "rows.jsonl"

@@ -256,7 +256,6 @@ REFUSED = {
     "lists of tokens": ({"prompt": [[1], [2]]}, "prompt: the choice reads text"),
     "no prompt": ({}, "prompt: the choice reads text"),
     "messages a number": ({"messages": 7}, "messages: is not a list of messages"),
-    "messages a text": ({"messages": "x"}, "messages: is not a list of messages"),
     "input a number": ({"input": 7}, "input: is not a list of messages"),
     # The conversation is kept by the engine, where another adapter may have begun it.
     "what a tool gave": (

@@ -92,11 +92,12 @@ LINEARS = {"top_k": 4, "lora_alpha": 1, "target_modules": ["mlp", "q_proj", "k_p
 def test_log_probabilities_are_those_of_peft_on_dequantized_weights(tmp_path, method, kind, settings, options):
     base = dense_model(kind, **SIZE, **KINDS[kind])
     name = quantized(base, tmp_path / "base", method)
-    model = adapter(base, tmp_path / "adapter", name, **settings)
-    reference = [expected(model, ids) for ids in PROMPTS]
-    folder = str(tmp_path / "adapter")
-    if "hf_overrides" in options:  # for the adapter of a full-precision base
+    trained_on, folder = name, str(tmp_path / "adapter")
+    if "hf_overrides" in options:  # an adapter of the full-precision model, which is not needed
+        trained_on = "full/precision"
         folder, options = name, {"hf_overrides": {**options["hf_overrides"], "moe_lora_adapter": folder}}
+    model = adapter(base, tmp_path / "adapter", trained_on, **settings)
+    reference = [expected(model, ids) for ids in PROMPTS]
     with model.disable_adapter():
         of_base = error([expected(model, ids) for ids in PROMPTS], reference)
     rounding = error([expected(copy.deepcopy(model).bfloat16(), ids) for ids in PROMPTS], reference)

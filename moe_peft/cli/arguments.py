@@ -255,6 +255,10 @@ class TrainingParser(GroupedParser, TrlParser):
             for name, value in vars(part).items():
                 if name in _UNREAD and value:
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
+        if isinstance(run.stages, dict):
+            for flag in names:
+                if run.stages and all(flag.lstrip("-") in (settings or ()) for settings in run.stages.values()):
+                    raise InputError(f"{flag}: each of stages has its own value, in {options.config}; change it there")
         with refused_settings():
             model = ModelConfig(**vars(model))
         for name in _names(training):

@@ -16,13 +16,13 @@ from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model
 from transformers import EarlyStoppingCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import DPOConfig
+from trl import DPOConfig, SFTConfig
 
 from ..adapter.config import MoELoraConfig
 from ..training.checkpointing import MARKER, numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import print_estimates
-from ..training.preflight import check_arguments
+from ..training.preflight import check_arguments, check_loss
 from ..training.resuming import resumes, save_full_weights, train
 from ..training.trainable import on_quantized
 from ..utils.distributed import leave_processes, on_main_process
@@ -110,6 +110,9 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
         for rows in splits:
             check_has_labels(rows, column, "dataset_name", section)
             check_rows(rows, f"dataset_name={source!r}", tokenizer, column, template)
+    for path, args in stages.items():
+        if isinstance(args, SFTConfig):
+            check_loss(args, splits[0], tokenizer, path)
     return splits[0], splits[1] if len(splits) > 1 else None
 
 

@@ -29,13 +29,18 @@ def preflight(
     args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "", on_this_machine: bool = True
 ) -> None:
     """
-    `check_arguments`, and whether the data have what a stage's loss asks for: a chat template, answers, their marks.
+    `check_arguments` and `check_loss`.
 
     Args:
         data: what it trains on. Its rows are checked already, see `check_rows`.
     """
-    section = f"{path}." if path else ""
     check_arguments(args, path, on_this_machine)
+    check_loss(args, data, tokenizer, path)
+
+
+def check_loss(args: SFTConfig, data: Dataset, tokenizer: Any, path: str = "") -> None:
+    """Check that the data have what a stage's loss asks for: a chat template, answers, their marks."""
+    section = f"{path}." if path else ""
     template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
     if args.assistant_only_loss:

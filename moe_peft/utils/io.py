@@ -270,7 +270,8 @@ def output_folder(
         raise InputError(f"{setting}: {parent} is not a folder; choose another")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"{setting}: {parent} cannot be written to; choose another, or change its permissions")
-    folder.mkdir(parents=True, exist_ok=True)
+    with reading(setting, "choose another"):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder / _LOCK, setting):
             if any(entry.name != _LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):

@@ -433,6 +433,7 @@ def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys)
     [
         ({"label_column": "no", "expert_map": MAPS}, "stages.rest.label_column='no': dataset_name has only ['prompt'"),
         ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the EOS token"),
+        ({"assistant_only_loss": True}, "stages.rest.assistant_only_loss=True: the data have no conversations"),
     ],
 )  # fmt: skip
 def test_a_later_stage_is_checked_before_the_first_one_trains(own, message, plan, case, tmp_path, capsys):
@@ -812,6 +813,19 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
     assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
     for args in (routers, rest):
         assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) == args.gradient_checkpointing
+
+
+def test_a_flag_that_each_stage_outvotes_is_refused(case, tmp_path, capsys):
+    """It would do nothing; where a stage has no value of its own, it has the flag's."""
+    stages = {"joint": {"learning_rate": 1e-2}, "rest": {"learning_rate": 1e-3}}
+    flags = ["--learning_rate", "0.5"]
+    line = refused("sft", tmp_path, {**case, "stages": stages}, *flags, capsys=capsys)
+    assert "--learning_rate: each of stages has its own value, in " in line
+    stages["rest"] = None
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**case, "output_dir": "out", "stages": stages}, sort_keys=False))
+    joint, rest = training_stages(parser("moe-peft sft").parse_args(["--config", str(path), *flags])).values()
+    assert (joint.learning_rate, rest.learning_rate) == (1e-2, 0.5)
 
 
 @pytest.mark.parametrize("new_first", [True, False])

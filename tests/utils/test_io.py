@@ -116,6 +116,12 @@ def test_what_can_be_no_folder(name, tmp_path):
         output_folder(tmp_path / name, "output_dir").__enter__()
 
 
+def test_a_place_where_the_system_makes_no_folder(tmp_path):
+    name = tmp_path / ("x" * 300)
+    with pytest.raises(InputError, match=r"output_dir='.*': .*File name too long.*; choose another"):
+        output_folder(name, "output_dir").__enter__()
+
+
 def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with output_folder(os.path.join("~", "out"), "output_dir") as folder:

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from ..analysis.markup import STYLE, legend, painted
 from ..models.layer import router_names
-from ..utils.messages import InputError, install
+from ..utils.messages import InputError
 from .conversation import Answer, Conversation, Kind
 
 DECISIVE, MEAN = "most decisive layer", "mean of all layers"
@@ -171,17 +171,10 @@ def _finished(answer: Answer, layer: str) -> Markup:
 
 
 def import_gradio() -> Any:
-    """
-    Gradio, with its telemetry turned off.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Gradio, with its telemetry turned off."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    try:
-        import gradio
-    except ImportError as error:
-        raise InputError(f"{error}; install the web extra: {install('web')}") from error
+    import gradio
+
     return gradio
 
 
@@ -267,7 +260,7 @@ def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int
         port: None: the first free one from 7860 on.
 
     Raises:
-        ValueError: Gradio is not installed, or the port is taken.
+        ValueError: the port is taken.
     """
     demo = blocks(page, title, about)
     try:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..utils.lazy_imports import when_imported
-from ..utils.messages import InputError, choice_error, install
+from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_plugins
 from .commands import COMMANDS as COMMANDS
 from .commands import Command as Command
@@ -35,35 +35,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show all characters of results
     quiet = options.quiet
     with ends_in_one_line(options.command):
-        try:
-            if options.command != "exec":  # whose options and environment are another program's
-                os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
-                _check_launcher()
-                _hide_noise()
-                common, rest = _common().parse_known_args(rest)
-                quiet = quiet or common.quiet
-                load_plugins(common.plugins)
-                if common.config is not None:
-                    from ..utils.validation import read_settings
+        if options.command != "exec":  # whose options and environment are another program's
+            os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
+            _check_launcher()
+            _hide_noise()
+            common, rest = _common().parse_known_args(rest)
+            quiet = quiet or common.quiet
+            load_plugins(common.plugins)
+            if common.config is not None:
+                from ..utils.validation import read_settings
 
-                    # Before the command is imported: what the modules register may become fields of its options.
-                    load_plugins(read_settings(common.config).get("plugins", []))
-                    rest += ["--config", common.config]
-            if options.command is None:
-                raise InputError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
-            if options.command not in COMMANDS:
-                raise InputError(choice_error("command", options.command, COMMANDS))
-            command = COMMANDS[options.command]
-            if not isinstance(command, Command):
-                raise InputError(f"COMMANDS[{options.command!r}]={command!r}: must be a moe_peft.cli.Command")
-            if command.once:
-                if int(os.environ.get("RANK", "0")) > 0:
-                    return
-                for name in _LAUNCH:  # the other processes end: nothing may wait for them
-                    os.environ.pop(name, None)
-            module = import_module(command.module, __name__)
-        except ImportError as error:
-            raise InputError(f"{error}; install the training extra: {install('train')}") from error
+                # Before the command is imported: what the modules register may become fields of its options.
+                load_plugins(read_settings(common.config).get("plugins", []))
+                rest += ["--config", common.config]
+        if options.command is None:
+            raise InputError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
+        if options.command not in COMMANDS:
+            raise InputError(choice_error("command", options.command, COMMANDS))
+        command = COMMANDS[options.command]
+        if not isinstance(command, Command):
+            raise InputError(f"COMMANDS[{options.command!r}]={command!r}: must be a moe_peft.cli.Command")
+        if command.once:
+            if int(os.environ.get("RANK", "0")) > 0:
+                return
+            for name in _LAUNCH:  # the other processes end: nothing may wait for them
+                os.environ.pop(name, None)
+        module = import_module(command.module, __name__)
         if quiet:
             _hide_progress()  # before training arguments are made, which look
         logging.basicConfig(format="%(message)s")

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import requires
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..utils.messages import InputError, out_of_memory
+from ..utils.messages import InputError, install, out_of_memory
 from .commands import COMMANDS, Command
 
 INVALID = 2
@@ -39,10 +41,10 @@ def ends_in_one_line(name: str | None) -> Iterator[None]:
     """
     Run a command inside the block, which may itself add the command to `COMMANDS`.
 
-    An `InputError` ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
-    SIGINT with 130, SIGTERM with 143, and a pipe that nobody reads any more with 141, silently. Anything else is a bug:
-    it keeps its traceback, and a line says where to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors
-    keep theirs.
+    An `InputError` ends a command with exit code 2, as does a package that an extra brings and that is not installed;
+    a file that cannot be read or written and a lack of memory with 1, SIGINT with 130, SIGTERM with 143, and a pipe
+    that nobody reads any more with 141, silently. Anything else is a bug: it keeps its traceback, and a line says where
+    to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors keep theirs.
     """
     shows_all = os.environ.get("MOE_PEFT_TRACEBACK") == "1"
     try:
@@ -63,6 +65,8 @@ def ends_in_one_line(name: str | None) -> Iterator[None]:
     except Exception as error:
         if shows_all:
             raise
+        if isinstance(error, ImportError) and (extra := _extra_with(error.name, name)) is not None:
+            _end(f"error: {error}; install the extra {extra}: {install(extra)}", INVALID)
         command = _command(name)
         remedy = _remedy(command)
         if any(map(_is_full_disk, _chain(error))):
@@ -97,6 +101,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _extra_with(module: str | None, command: str | None) -> str | None:
+    """The extra that brings a module's package, or the one that is named like the command; None: no extra does."""
+    package = {"yaml": "pyyaml"}.get(top := (module or "").partition(".")[0], top)
+    needs = [re.fullmatch(r"([\w.-]+).*extra == \W(\w+)\W", need) for need in requires("moe-peft-hf") or ()]
+    extras = [need[2] for need in needs if need and need[1].replace("-", "_") == package.replace("-", "_")]
+    return command if command in extras else next(iter(extras), None)
 
 
 def _is_full_disk(error: BaseException) -> bool:

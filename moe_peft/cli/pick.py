@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ..utils.messages import InputError, choice_error, install
+from ..utils.messages import InputError, choice_error
 from ..utils.validation import Count, Flag, Integer, Settings, Text, Texts
 from .settings import SettingsParser, check_files, check_models
 
@@ -111,11 +111,8 @@ def run(settings: PickSettings) -> None:
     if settings.fit:
         fit(settings)
         return
-    try:
-        from ..serving.pick import Proxy, find_engine, serve
-    except ImportError as error:
-        raise InputError(f"{error}; install the pick extra: {install('pick')}") from error
     from ..combine.request_gate import RequestGate  # only now: these imports take seconds
+    from ..serving.pick import Proxy, find_engine, serve
 
     gate = RequestGate.from_pretrained(settings.gate, settings.base)
     if settings.max_length is not None:

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from pydantic import Field, create_model
 
 from ..native.upcycle_config import UpcycleConfig
-from ..utils.messages import InputError, install
+from ..utils.messages import InputError
 from ..utils.validation import Count, Settings, Text, Texts
 from .settings import SettingsParser, check_files, check_models
 
@@ -74,12 +74,10 @@ def run(settings: UpcycleSettings) -> None:
 
 
 def _batches(settings: Any) -> list[dict[str, Any]]:
-    try:
-        from ..training.data import check_rows, load_data
-        from ..training.preparation import calibration_batches
-        from ..utils.loading import read_tokenizer
-    except ImportError as error:
-        raise InputError(f"{error}; install the training extra: {install('train')}") from error
+    from ..training.data import check_rows, load_data
+    from ..training.preparation import calibration_batches
+    from ..utils.loading import read_tokenizer
+
     data = load_data(settings.calibration, "--calibration", None)
     tokenizer = read_tokenizer(settings.model[0], f"--calibration: {settings.model[0]!r}")
     check_rows(data, "--calibration", tokenizer)

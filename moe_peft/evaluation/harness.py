@@ -16,7 +16,7 @@ from accelerate import Accelerator, PartialState
 
 from ..models.introspection import base_model
 from ..training.scoring import to_device
-from ..utils.messages import InputError, install, one_line
+from ..utils.messages import InputError, one_line
 from .settings import TaskSettings
 
 
@@ -31,7 +31,7 @@ class Harness:
         settings: the tasks and how they are put to a model.
 
     Raises:
-        ValueError: lm_eval is not installed, or a task is unknown or cannot be loaded.
+        ValueError: a task is unknown or cannot be loaded.
 
     Example:
 
@@ -105,10 +105,8 @@ def _load_tasks(settings: TaskSettings) -> Any:
     Where the user's folder has them all, the harness's own thousands of tasks are not searched. A pattern may mean any
     of these, and one of the user's groups may name some, which only shows when it is loaded.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise InputError(f"{error}; install the evaluation extra: {install('eval')}") from error
+    from lm_eval.tasks import TaskManager  # only now: it takes seconds
+
     names = list(settings.tasks)
     if all(Path(name).is_file() or not set("*?[") & set(name) for name in names):
         manager = TaskManager(include_path=settings.include_path, include_defaults=False)

@@ -24,7 +24,7 @@ from transformers.utils.logging import tqdm
 
 from ..utils.io import atomic_write, read_json
 from ..utils.loading import check_tokenizer, read_tokenizer
-from ..utils.messages import InputError, choice_error, install
+from ..utils.messages import InputError, choice_error
 from .expert_init import FFN
 from .export import adapted_moe
 from .families import INTERLEAVED, Content, MoEFamily, architecture, inexact, sliding_window
@@ -68,12 +68,10 @@ def export_gguf(
     >>> file = export_gguf("my-adapter", "moe.gguf", dtype="q8_0")  # doctest: +SKIP
     ```
     """
-    try:
-        import numpy as np
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-        from gguf.quants import quantize
-    except ImportError as error:
-        raise InputError(f"{error}; install the extra: {install('gguf')}") from error
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
     if dtype is not None and dtype not in GGUF_TYPES:
         raise InputError(choice_error("dtype", dtype, GGUF_TYPES))
     output = Path(output).expanduser()

@@ -175,7 +175,7 @@ def test_what_is_wrong_is_told_and_changes_nothing(begin):
         (["--web", "--host", "nonsense"], "--host nonsense, --port None: taken, or not an address of this machine"),
         (["--host", "0.0.0.0"], "host='0.0.0.0': is for the page; add --web"),
         (["--web", "--port", "99999"], "port=99999"),
-        (["--web"], "install the web extra: pip install '.[web]' in a clone of moe_peft"),
+        (["--web"], "install the extra web: pip install '.[web]' in a clone of moe_peft"),
     ],
 )
 def test_settings_of_a_page_that_cannot_be_are_one_line(flags, line, folder, monkeypatch, capsys):

@@ -232,13 +232,33 @@ def test_settings_are_flags_in_two_spellings_or_in_a_file(command, flags, settin
         options.parse_args(["--config", str(file)])
 
 
-def test_without_the_training_extra_a_file_ends_with_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "moe_peft.utils.validation", None)
-    with pytest.raises(SystemExit) as end:
-        main(["sft", "--config", str(tmp_path / "run.yaml")])
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("pip install '.[train]' in a clone of moe_peft")
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(name, path, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing)
+from moe_peft.cli import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("pydantic", "sft --config run.yaml", "train"),
+        ("datasets", "mix --adapters {0} {0} --output mix", "train"),
+        ("httpx", "pick --gate {0}", "pick"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line_with_its_extra(missing, arguments, extra, tmp_path):
+    """Wherever a command imports it; in a process of its own, where nothing has imported it before."""
+    command = [sys.executable, "-c", WITHOUT, missing, *arguments.format(tmp_path).split()]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2
+    remedy = f"install the extra {extra}: pip install '.[{extra}]' in a clone of moe_peft"
+    assert ended.stderr.splitlines() == [f"error: No module named '{missing}'; {remedy}"]
 
 
 @pytest.mark.parametrize("rank", ["", "x"])

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..analysis.markup import STYLE, Pieces, legend, painted
 from ..analysis.routes import Routes, record_routes
-from ..models.introspection import base_model, expert_names, text_config
+from ..models.introspection import end_tokens, expert_names, text_config
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts, serve_alone
 from ..utils.messages import InputError, choice_error, one_line
@@ -280,7 +280,7 @@ class Conversation:
                 pieces.add(token)
             rest = pieces.end()
             if run.error is None:
-                ended = run.ids[-1] in self._ends
+                ended = run.ids[-1] in end_tokens(self.model, self.tokenizer)
                 ending: Any = "end" if ended else "length" if len(run.ids) > length else "stopped"
                 routes = None if by_base else run.routes
                 self.answers = [*before, Answer(question, pieces.tokens, routes, steering, ending)]
@@ -311,18 +311,12 @@ class Conversation:
             raise InputError(f"the conversation has {prompt} tokens, the model takes {most}; clear it")
         return self.max_new_tokens if most is None else min(self.max_new_tokens, most - prompt)
 
-    @property
-    def _ends(self) -> set[int]:
-        """The tokens that end an answer: those of the model, and the tokenizer's, which training may have changed."""
-        ends = base_model(self.model).generation_config.eos_token_id
-        return {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
-
     def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run, routing: AbstractContextManager) -> None:
         """A token is routed when it is read, so one more is generated and left out: often the end token."""
         choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
         if self.temperature == 0:
             choose = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")) | {"do_sample": False}
-        ends = sorted(self._ends)
+        ends = end_tokens(self.model, self.tokenizer)
         pad = self.tokenizer.pad_token_id
         try:
             with routing, record_routes(self.model) as tape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers.utils.logging import tqdm
 from ..adapter.lora_conversion import averaged_linears
 from ..analysis.recorder import RoutingStatistics
 from ..models.gates import uniform_gates
-from ..models.introspection import observed_routing
+from ..models.introspection import end_tokens, observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts, serve_alone
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
@@ -53,15 +54,17 @@ class Judge:
     def __call__(self, model: Any, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Whether the greedy answer to each tokenized row's last question is right, bool [R]."""
         prompts = [row["input_ids"][: _last_answer(row["labels"])] for row in rows]
-        length, end = max(map(len, prompts)), self.tokenizer.eos_token_id
+        ends = end_tokens(model, self.tokenizer)
+        length, end = max(map(len, prompts)), ends[0]
         ids_RS = torch.tensor([[end] * (length - len(ids)) + ids for ids in prompts], device=model.device)
         mask_RS = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
         with evaluating(model):
             ids_RS = model.generate(
                 input_ids=ids_RS, attention_mask=mask_RS, max_new_tokens=self.max_new_tokens, do_sample=False,
-                eos_token_id=end, pad_token_id=end,
+                eos_token_id=ends, pad_token_id=end,
             )  # fmt: skip
-        answers = self.tokenizer.batch_decode(ids_RS[:, length:], skip_special_tokens=True)
+        made = [list(takewhile(lambda token: token not in ends, ids)) for ids in ids_RS[:, length:].tolist()]
+        answers = self.tokenizer.batch_decode(made, skip_special_tokens=True)
         try:
             found = [self.is_right(answer, self.rows[row["row"]]) for answer, row in zip(answers, rows, strict=True)]
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class Source:
         given = held_out.to_list()
         held_out = held_out.add_column("request", [request_text(request_of(row)) for row in given])
         held_out = held_out.add_column("row", list(range(len(given))))
-        rows, collator = tokenized(held_out, self.tokenizer, args)
+        rows, collator = tokenized(_with_answers(held_out), self.tokenizer, args)
         check_learnable("held-out rows", rows, args)
         of_label = rows_of_labels(rows["expert"])
         by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
@@ -174,6 +174,19 @@ class Source:
             raise InputError(f"right={name!r}: some held-out rows are texts, not questions with answers")
         judge = Judge(load_function(name, "right"), name, given, self.tokenizer, self.settings.max_new_tokens)
         return replace(parts, judge=judge)
+
+
+def _with_answers(rows: Dataset) -> Dataset:
+    """Chats as prompts and their last answers, if all end with one; else the rows as they are."""
+
+    def ends(messages: Sequence[Mapping[str, Any]]) -> bool:
+        return len(messages) > 1 and messages[-1]["role"] == "assistant"
+
+    if "messages" not in rows.column_names or not all(map(ends, rows["messages"])):
+        return rows
+    messages = list(rows["messages"])
+    prompts, answers = [chat[:-1] for chat in messages], [chat[-1:] for chat in messages]
+    return rows.remove_columns("messages").add_column("prompt", prompts).add_column("completion", answers)
 
 
 def _joined(parts: Sequence[Dataset], field: str) -> Dataset:

@@ -44,6 +44,12 @@ def text_config(model: Any) -> Any:
 NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config
 
 
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: those of the model, and the tokenizer's, which training may have changed."""
+    ends = base_model(model).generation_config.eos_token_id
+    return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
+
+
 def expert_names(model: Any) -> list[str] | None:
     """The names of the experts of the active adapter, or of a native MoE; None if they have none."""
     active = model.active_adapters if isinstance(model, PeftModel) else []

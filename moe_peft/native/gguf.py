@@ -8,6 +8,7 @@ Legend: n experts, f intermediate size, d hidden size.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import tqdm
 
-from ..utils.io import atomic_write, read_json
+from ..utils.io import atomic_write, read_json, reading
 from ..utils.loading import check_tokenizer, read_tokenizer
 from ..utils.messages import InputError, choice_error
 from .expert_init import FFN
@@ -284,7 +285,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
                     f"{name}: its tokenizer finds {token['content']!r} only where a word begins, llama.cpp anywhere; "
                     f"add it as AddedToken({token['content']!r}, normalized=False)"
                 )
-        writer.add_add_space_prefix(_adds_space(backend, name))
+        writer.add_add_space_prefix(_adds_space(tokenizer, backend, name))
         # A token counts as its first merge does; others are not made by merging.
         scores: dict[str, float] = {}
         for rank, (left, right) in enumerate(merges):
@@ -358,14 +359,50 @@ def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
     return pre_tokenizer
 
 
-def _adds_space(backend: dict[str, Any], name: str) -> bool:
-    """Whether a SentencePiece tokenizer puts a space before a text."""
+def _adds_space(tokenizer: Any, backend: dict[str, Any], name: str) -> bool:
+    """
+    Whether llama.cpp is to put a space before a text, and before what follows a special token.
+
+    `Metaspace`, which transformers makes of Llama's tokenizers, adds none to a text that begins with one, nor, with the
+    scheme "first", after special tokens. llama.cpp has no name for either, so the chat template decides.
+    """
     pre, normalizer = backend["pre_tokenizer"] or {}, backend["normalizer"] or {}
     steps = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
     if not pre and steps in (["Prepend", "Replace"], ["Replace"]):
         return "Prepend" in steps
     if pre.get("type") == "Metaspace" and not steps:
-        if pre["prepend_scheme"] == "first":
-            logger.warning("llama.cpp puts a space before the text after a special token, which the tokenizer does not")
-        return pre["prepend_scheme"] != "never"
+        if pre["prepend_scheme"] == "never":
+            return False
+        exact = [adds for adds in (True, False) if _is_chat_exact(tokenizer, backend, adds)]
+        texts = "chats" if tokenizer.chat_template else "texts that begin with no space"
+        logger.warning(
+            "the tokenizer puts a space before a text that begins with none%s, llama.cpp before %s text: %s have %s",
+            ", but after no special token" if pre["prepend_scheme"] == "first" else "",
+            "no" if exact == [False] else "any",
+            texts,
+            "the same tokens, others may not" if exact else "other tokens",
+        )
+        return exact != [False]
     raise InputError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")
+
+
+_CHAT = [{"role": role, "content": "Hi there"} for role in ("user", "assistant", "user")]
+
+
+def _is_chat_exact(tokenizer: Any, backend: dict[str, Any], adds_space: bool) -> bool:
+    """Whether llama.cpp reads a chat as the tokenizer does; without a chat template, a plain text."""
+    text = "Hi there"
+    if tokenizer.chat_template:
+        with reading("the tokenizer's chat template refuses a chat of three turns"):
+            text = tokenizer.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
+    plain = copy.deepcopy(tokenizer.backend_tokenizer)
+    plain.pre_tokenizer.prepend_scheme = "never"
+    added = {token["content"]: token for token in backend["added_tokens"]}
+    ids, rstrip = [], False
+    for part in re.split(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})", text):
+        if part in added:
+            ids.append(added[part]["id"])
+            rstrip = added[part]["rstrip"]
+        elif part := part.lstrip() if rstrip else part:
+            ids += plain.encode(" " * adds_space + part, add_special_tokens=False).ids
+    return ids == tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from ..models.introspection import base_model
 from ..models.layer import router_parameters
 from ..models.model_size import model_size
 from ..native.base import Base
-from ..utils.loading import chat_template
+from .data import check_learnable
+from .preparation import tokenized
 from .schedule import schedule_name, steps_and_rows
 from .trainable import freeze_for_stage
 
@@ -139,43 +141,30 @@ class Rows:
 
 
 def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
-    """Training rows as they are after truncation and packing. Tokens are counted in up to 500 of them."""
-    stride = max(1, len(data) // _SAMPLED_ROWS)
-    limit = args.max_length or float("inf")
-    template = chat_template(getattr(args, "chat_template_path", None), "chat_template_path")
-    sampled = [row_tokens(tokenizer, data[i], template) for i in range(0, len(data), stride)]
-    lengths, cut = [sum(texts) for texts in sampled], [sum(min(n, limit) for n in texts) for texts in sampled]
-    if getattr(args, "packing", False) and args.max_length:
-        kept = cut if args.packing_strategy == "bfd" else lengths  # others split what is too long
-        tokens = len(data) * statistics.fmean(kept)
-        return Rows(max(1, round(tokens / args.max_length)), float(args.max_length))
-    return Rows(len(data), statistics.fmean(cut))
-
-
-def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> list[int]:
     """
-    Tokens of a row's texts, before truncation, in the formats that TRL takes; a preference has two, one of each answer.
-
-    Args:
-        template: of chats; None: the tokenizer's.
+    Training rows as the trainer prepares them: truncated, packed, without those that have nothing left to learn. Of
+    many rows, some 500 are looked at.
     """
-    if "input_ids" in row:
-        return [len(row["input_ids"])]
-    if "messages" in row:
-        texts = [row["messages"]]
-    elif "chosen" in row and "rejected" in row:
-        prompt = row.get("prompt", type(row["chosen"])())
-        texts = [prompt + row[answer] for answer in ("chosen", "rejected")]
-    elif "prompt" in row and "completion" in row:
-        texts = [row["prompt"] + row["completion"]]
+    looked_at = range(0, len(data), max(1, len(data) // _SAMPLED_ROWS))
+    sample = data.select(looked_at)
+    if isinstance(args, SFTConfig):
+        sample, _ = tokenized(sample, tokenizer, args)
+        check_learnable("", sample, args)
+        lengths = list(map(len, sample["input_ids"]))
     else:
-        texts = [row["text"]]
-    return [_tokens(tokenizer, text, template) for text in texts]
+        lengths = [_pair_tokens(tokenizer, row, args) for row in sample]
+    return Rows(max(1, round(len(lengths) * len(data) / len(looked_at))), statistics.fmean(lengths))
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]], template: str | None) -> int:
+def _pair_tokens(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], args: Any) -> int:
+    """Tokens of a preference's two answers, with what is asked before each."""
+    limit, prompt = args.max_length or sys.maxsize, row.get("prompt", type(row["chosen"])())
+    return sum(min(_tokens(tokenizer, prompt + row[answer]), limit) for answer in ("chosen", "rejected"))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]]) -> int:
     if isinstance(content, list):
-        return len(tokenizer.apply_chat_template(content, chat_template=template, return_dict=True)["input_ids"])
+        return len(tokenizer.apply_chat_template(content, return_dict=True)["input_ids"])
     return len(tokenizer(content)["input_ids"]) + 1  # TRL adds the end
 
 

@@ -39,8 +39,8 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     """
     The stages of a run that train.
 
-    Steps are exact unless packing or truncation to `max_length` changes the number of rows, or stage 3's buckets differ
-    in size; tokens come from the mean length of up to 500 rows.
+    Steps are exact unless there are more than some 500 rows, of which packing or truncation to `max_length` changes the
+    number, or stage 3's buckets differ in size; tokens come from the mean length of these rows.
     """
     r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.

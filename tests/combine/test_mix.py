@@ -536,6 +536,62 @@ def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, t
     assert not (tmp_path / "broken").exists()
 
 
+def test_chats_are_questions_with_answers(case, tmp_path, tokenizer, monkeypatch):
+    """Their last answers count, as those of prompts and completions do; they end where the base's own answers end."""
+    folder = shutil.copytree(case / "base", tmp_path / "base")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'w1' if m.role == 'user' else 'w2' }} {{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}{{ 'w2 ' if add_generation_prompt else '' }}"
+    )
+    tokenizer.save_pretrained(folder)
+    chats = []
+    for row in rows(24):
+        turns = zip(("user", "assistant", "user", "assistant"), ("w5", "w6", row["text"], "w9 w10"), strict=True)
+        chats.append({
+            "messages": [{"role": role, "content": text} for role, text in turns],
+            "domain": row["domain"],
+        })  # fmt: skip
+    split = [
+        {"prompt": chat["messages"][:-1], "completion": chat["messages"][-1:], "domain": chat["domain"]}
+        for chat in chats
+    ]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def answer(chat) -> list[int]:
+        inputs = tokenizer.apply_chat_template(
+            chat["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        made = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        return made[0, inputs["input_ids"].shape[1] :].tolist()
+
+    end = answer(chats[0])[1]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
+    model.generation_config.save_pretrained(folder)
+    (tmp_path / "chat_judges.py").write_text(
+        "seen = []\n\n\ndef odd(answer, row):\n    seen.append(answer)\n    return len(answer) % 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    measured = {}
+    for name, content in (("chats", chats), ("split", split)):
+        for part, of_part in (("data", content), ("test", content[:6])):
+            (tmp_path / f"{name}-{part}.jsonl").write_text("\n".join(map(json.dumps, of_part)))
+        for right in (None, "chat_judges:odd"):
+            measured[name, right] = mix(settings(
+                case, base=str(folder), output=str(tmp_path / f"{name}-{right is None}"), right=right, max_new_tokens=4,
+                data=[str(tmp_path / f"{name}-data.jsonl")], test_data=[str(tmp_path / f"{name}-test.jsonl")],
+            ))  # fmt: skip
+            assert measured[name, right].right.keys() == measured[name, right].losses.keys()
+    for right in (None, "chat_judges:odd"):
+        close(measured["chats", right].losses["base"], measured["split", right].losses["base"])
+        assert measured["chats", right].right["base"] == measured["split", right].right["base"]
+    from chat_judges import seen
+
+    of_base = [tokenizer.decode([token for token in answer(chat) if token not in (end, tokenizer.eos_token_id)])
+               for chat in chats[:6]]  # fmt: skip
+    assert sorted(seen[:6]) == sorted(of_base) and len({*of_base}) > 1
+
+
 def test_general_requests_go_to_the_base(case, mixed, tmp_path, tokenizer):
     """An expert without an update, whose gate is set by general texts; it is named in what a mixture says of itself."""
     general = [f"w{3 + 40 * (i % 3)} w{4 + 40 * ((i + 1) % 3)} w{5 + 40 * ((i + 2) % 3)} w123" for i in range(24)]

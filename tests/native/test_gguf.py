@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.smollm2 import smollm2_folder
@@ -192,6 +192,55 @@ def test_spaces_after_special_tokens_stay_or_go_whatever_the_file_is_called(rstr
     server = LlamaCpp(export_gguf(tmp_path / "adapter", tmp_path / f"{stem}.gguf"))
     messages = [{"role": "user", "content": "Hello world"}]
     assert server.chat_tokens(messages) == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+CHATS = {
+    "[INST] Hi[/INST]": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}",
+    "[INST]Hi[/INST]": "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}",
+    "user: Hi": "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}",
+}
+
+
+@llama_cpp
+@pytest.mark.parametrize(
+    ("scheme", "chat", "same"),
+    [
+        ("always", "[INST] Hi[/INST]", True),
+        ("always", "[INST]Hi[/INST]", True),
+        ("always", "user: Hi", True),
+        ("first", "[INST] Hi[/INST]", True),
+        ("first", "[INST]Hi[/INST]", True),
+        ("first", "user: Hi", False),  # a space before the first word, none after <eos>
+        ("always", None, True),
+        ("first", None, True),
+    ],
+)
+def test_chats_decide_where_llama_cpp_puts_spaces(scheme, chat, same, tmp_path, caplog):
+    """`Metaspace`, as transformers reads Llama's tokenizers, has rules of its own; a warning says what differs."""
+    tokenizer = sentencepiece_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer, backend.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    marks = [AddedToken(name, special=True, normalized=False) for name in ("[INST]", "[/INST]")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = CHATS.get(chat)
+    made("llama", tmp_path, {"vocab_size": len(tokenizer)}, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    server = LlamaCpp(export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf"))
+    (line,) = [record.getMessage() for record in caplog.records if "a space before" in record.getMessage()]
+    assert line.endswith("have the same tokens, others may not" if same else "chats have other tokens")
+    assert (tokenizer.backend_tokenizer.pre_tokenizer.prepend_scheme, tokenizer.chat_template) == (
+        scheme,
+        CHATS.get(chat),
+    )
+    if chat is None:
+        assert server.tokens("Hello world") == tokenizer("Hello world")["input_ids"]
+        return
+    messages = [{"role": role, "content": "Hello world"} for role in ("user", "assistant", "user")]
+    for end in (1, 3):
+        expected = tokenizer.apply_chat_template(messages[:end])["input_ids"]
+        assert (server.chat_tokens(messages[:end])[-len(expected) :] == expected) is same
 
 
 def test_other_tokens_that_take_spaces_away_are_refused(tmp_path):

@@ -93,13 +93,28 @@ def test_a_tied_head_with_trained_rows_is_not_quantized(tmp_path):
     ],
 )
 def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, tokenizer):
-    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None)
+    kind = DPOConfig if "chosen" in row else SFTConfig
+    args = kind(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None)
     assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, length)
     if "chosen" not in row:
         trainer = SFTTrainer(
             tiny_llama(hidden=8, layers=1), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
         )
         assert len(trainer.train_dataset[0]["input_ids"]) == length
+
+
+def test_rows_whose_answer_is_cut_away_are_not_counted(tmp_path, tokenizer):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=4)
+    rows = [{"prompt": " ".join(["w3"] * n), "completion": " w5"} for n in (2, 9, 1, 9, 9)]
+    data = Dataset.from_list(rows * 400)
+    counted = count_rows(data, tokenizer, args)
+    trainer = SFTTrainer(
+        tiny_llama(hidden=8, layers=1), args, train_dataset=data, processing_class=copy.deepcopy(tokenizer)
+    )
+    assert counted == Rows(len(trainer.train_dataset), 3.5) and counted.count == 800
+    args.max_length = 1
+    with pytest.raises(ValueError, match="max_length=1: no example keeps a token to learn from"):
+        count_rows(data, tokenizer, args)
 
 
 def test_tokens_are_those_of_the_chat_template_that_the_stage_names(tmp_path, tokenizer):

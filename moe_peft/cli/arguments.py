@@ -302,6 +302,8 @@ _OF_ALL_STAGES = {
     "training_stage": "the stage's name says this",
     "output_dir": "it is the folder of the stage's name in output_dir",
     "dataset_text_field": "all stages read the same rows",
+    "push_to_hub": "what the last stage saves is the result",
+    "hub_model_id": "what the last stage saves is the result",
 }
 
 
@@ -327,6 +329,7 @@ def training_stages(options: Options) -> dict[str, Any]:
             f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: belongs to one of the stages "
             f"{', '.join(stages)}; use true, or stages.<name>.resume_from_checkpoint"
         )
+    repo = training.hub_model_id or Path(training.output_dir).absolute().name
     stage_args = {}
     for name, settings in (stages if isinstance(stages, dict) else dict.fromkeys(stages)).items():
         path, settings = f"stages.{name}", {} if settings is None else settings
@@ -340,9 +343,11 @@ def training_stages(options: Options) -> dict[str, Any]:
         common = {key: options.given[key] for key in _names(training)} | {"learning_rate": training.learning_rate}
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)
-        folder = str(Path(training.output_dir, name))
+        own: dict[str, Any] = {"output_dir": str(Path(training.output_dir, name)), "training_stage": name}
+        if training.push_to_hub:  # a repository has the name of the result, which is the last stage's
+            own |= {"push_to_hub": name == [*stages][-1], "hub_model_id": repo}
         with prefixed(path), refused_settings():
-            stage_args[path] = type(training)(**{**common, "output_dir": folder, **settings, "training_stage": name})
+            stage_args[path] = type(training)(**{**common, **settings, **own})
     return stage_args
 
 

@@ -29,7 +29,7 @@ from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
 from ..utils.loading import ADAPTER_WEIGHTS, adapter_weights, chat_template, without_zero3
 from ..utils.messages import InputError, one_line, refused_settings
-from ..utils.model_card import card_facts, write_model_card
+from ..utils.model_card import card_facts
 from .arguments import Options, training_stages
 
 
@@ -138,7 +138,7 @@ def _train(
 ) -> None:  # fmt: skip
     (model, config), tokenizer = _load_model(options), options.tokenizer
     start = {} if options.run.adapter is None else {"adapter": hash_file(Path(options.run.adapter, ADAPTER_WEIGHTS))}
-    facts = [] if options.run.adapter is None else card_facts(options.run.adapter).get("training", [])
+    earlier = {} if options.run.adapter is None else card_facts(options.run.adapter)
     for path, args in stages.items():
         PartialState().print(f"{f'{path}: ' if path else ''}learning_rate={args.learning_rate:g}", flush=True)
         set_seed(args.seed)  # of the adapter's initial values
@@ -148,11 +148,12 @@ def _train(
                     model=model, args=args, train_dataset=data, eval_dataset=eval_data, processing_class=tokenizer,
                     peft_config=config,
                 )  # fmt: skip
-            trainer.earlier_training = facts
+            _say_what_is_left_out(len(data), trainer)
+            trainer.earlier = earlier
             if (patience := options.run.early_stopping_patience) is not None:
                 trainer.add_callback(EarlyStoppingCallback(patience))
             start = {"stage before": train(trainer, keep=None, **start).result}
-        facts = trainer.training_facts()
+        earlier = {**earlier, "training": trainer.training_facts()}
         model, config = trainer.model, None
         # DPO's copy of the adapter; the next stage has its own, of what it starts from.
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -163,9 +164,17 @@ def _train(
     if options.training.push_to_hub:
         trainer.push_to_hub(dataset_name=options.data.dataset_name)
     if trainer.is_world_process_zero():
-        write_model_card(folder, datasets=[str(options.data.dataset_name)])
+        trainer.write_card(folder, datasets=[str(options.data.dataset_name)])
         trainer.state.save_to_json(str(folder / "trainer_state.json"))  # with the whole log
         _say_what_follows(trainer, folder)
+
+
+def _say_what_is_left_out(rows: int, trainer: Any) -> None:
+    """TRL leaves out rows without a token to learn, and says nothing."""
+    args, prepared = trainer.args, trainer.train_dataset
+    if isinstance(prepared, Dataset) and not getattr(args, "packing", False) and len(prepared) < rows:
+        left_out = f"{rows - len(prepared):,} of {rows:,} rows are left out"
+        PartialState().print(f"{left_out}: within max_length={args.max_length} they have nothing to learn", flush=True)
 
 
 def _check_engines(options: Options, stages: Mapping[str, Any]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from transformers.utils.logging import is_progress_bar_enabled
 
 from ..models.introspection import base_model
 from ..training.scoring import to_device
@@ -156,16 +158,21 @@ def _explained(settings: TaskSettings) -> Iterator[None]:
         raise
     except Exception as error:
         tasks = ",".join(settings.tasks)
-        raise InputError(f"tasks={tasks!r}: {type(error).__name__}: {one_line(error)}") from error
+        said = "no rows" if isinstance(error, StopIteration) else one_line(error)
+        raise InputError(f"tasks={tasks!r}: {type(error).__name__}: {said}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show only errors of the harness's log: it warns about each default that it uses, again for each model."""
+    """
+    Show only errors of the harness's log: it warns about each default that it uses, again for each model. Its progress
+    bars are shown where transformers' are.
+    """
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with nullcontext() if is_progress_bar_enabled() else redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(before)

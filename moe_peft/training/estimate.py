@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import PreTrainedTokenizerBase
-from trl import SFTConfig
+from trl import SFTConfig, extract_prompt, is_conversational
 
 from ..models.introspection import base_model
 from ..models.layer import router_parameters
@@ -152,20 +152,25 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
         check_learnable("", sample, args)
         lengths = list(map(len, sample["input_ids"]))
     else:
-        lengths = [_pair_tokens(tokenizer, row, args) for row in sample]
+        lengths = [tokens for row in sample if (tokens := _pair_tokens(tokenizer, row, args))]
+        check_learnable("", sample.select(range(len(lengths))), args)
     return Rows(max(1, round(len(lengths) * len(data) / len(looked_at))), statistics.fmean(lengths))
 
 
 def _pair_tokens(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], args: Any) -> int:
-    """Tokens of a preference's two answers, with what is asked before each."""
-    limit, prompt = args.max_length or sys.maxsize, row.get("prompt", type(row["chosen"])())
-    return sum(min(_tokens(tokenizer, prompt + row[answer]), limit) for answer in ("chosen", "rejected"))
+    """Tokens of a preference's two answers, with what is asked before each; 0: TRL leaves it out."""
+    row, limit = row if "prompt" in row else extract_prompt(row), args.max_length or sys.maxsize
+    prompt = row["prompt"]
+    if args.truncation_mode == "keep_start" and _tokens(tokenizer, prompt, add_generation_prompt=True) >= limit:
+        return 0
+    ends = 0 if is_conversational(row) else 1  # TRL adds the end
+    return sum(min(_tokens(tokenizer, prompt + row[answer]) + ends, limit) for answer in ("chosen", "rejected"))
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]]) -> int:
+def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]], **options: Any) -> int:
     if isinstance(content, list):
-        return len(tokenizer.apply_chat_template(content, return_dict=True)["input_ids"])
-    return len(tokenizer(content)["input_ids"]) + 1  # TRL adds the end
+        return len(tokenizer.apply_chat_template(content, return_dict=True, **options)["input_ids"])
+    return len(tokenizer(content)["input_ids"])
 
 
 def training_line(args: SFTConfig) -> str:

@@ -270,6 +270,7 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
         if ref_model is None and without_adapter and not precomputes and not any(map(is_sharded, model.parameters())):
             ref_model = _copied(model)
         super().__init__(model, ref_model, args, **kwargs)
+        check_learnable("", self.train_dataset, self.args)
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from .schedule import schedule_name
 class ModelCardMixin(FiniteWeightsMixin):
     """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
 
-    earlier_training: Sequence[str] = ()  # facts about the training before this trainer's, for the card
+    earlier: Mapping[str, Sequence[str]] = {}  # `card_facts` of what this training begins with
     _best_step: int | None = None  # whose weights the model has, instead of the last one's
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -28,7 +28,7 @@ class ModelCardMixin(FiniteWeightsMixin):
             card.replace(f"{card}.unreadable")  # PEFT, which updates it, would not save the adapter
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            self._write_card(folder)
+            self.write_card(folder)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()  # type: ignore[misc]
@@ -49,9 +49,9 @@ class ModelCardMixin(FiniteWeightsMixin):
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             tags = [tags] if isinstance(tags, str) else list(tags or [])
             datasets = [] if dataset_name is None else [dataset_name]
-            self._write_card(Path(self.args.output_dir), title=model_name, datasets=datasets, tags=tags)
+            self.write_card(Path(self.args.output_dir), title=model_name, datasets=datasets, tags=tags)
 
-    def _write_card(self, folder: Path, tags: Sequence[str] = (), **options: Any) -> None:
+    def write_card(self, folder: Path, tags: Sequence[str] = (), **options: Any) -> None:
         if not any((folder / name).is_file() for name in ("adapter_config.json", "config.json")):
             return  # TRL also asks for the card before a checkpoint is written
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
@@ -60,22 +60,23 @@ class ModelCardMixin(FiniteWeightsMixin):
             folder,
             base=None if isinstance(model, PeftModel) else model.config._name_or_path,
             training=self.training_facts(),
+            earlier=self.earlier,
             tags=[*(getattr(base_model(model), "model_tags", None) or ()), *tags],
             repo=getattr(self, "hub_model_id", None) if is_pushed else None,
             **options,
         )
 
     def training_facts(self) -> list[str]:
-        """What the training was, with `earlier_training` before it; nothing of its own before its first step."""
+        """What the training was, with the earlier one before it; nothing of its own before its first step."""
         args, steps = self.args, self.state.global_step
         if not steps:
-            return [*self.earlier_training]
+            return [*self.earlier.get("training", ())]
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         stage = getattr(args, "training_stage", "joint")
         alone = "" if stage == "joint" else f", training_stage `{stage}`"
         best = "" if self._best_step in (None, steps) else f"; its weights are of step {self._best_step:,}, the best"
         return [
-            *self.earlier_training,
+            *self.earlier.get("training", ()),
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
             f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule_name(args)}{best}",
         ]

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +51,7 @@ def write_model_card(
     made: str | None = None,
     training: Iterable[str] = (),
     datasets: Iterable[str] = (),
+    earlier: Mapping[str, Sequence[str]] | None = None,
     tags: Iterable[str] = (),
     title: str | None = None,
     repo: str | None = None,
@@ -72,6 +73,7 @@ def write_model_card(
         made: how it was made, in a few words.
         training: facts about its training, one line each.
         datasets: names of the training data. Those that can be names on the hub go into the metadata.
+        earlier: `card_facts` of the model that the training began with: how it was made, and its data.
         tags: further tags.
         title: the heading; None: the kind of model and its base.
         repo: its name on the hub, for the code that loads it.
@@ -115,6 +117,20 @@ def write_model_card(
     if old is None and path.is_file() and not overwrite:
         return path
 
+    # What an old card of ours says stays where nothing new is said.
+    mark = None if old is None else _MARK.match(old.text)
+    former, earlier = _facts(mark), earlier or {}
+    facts = {
+        "base": [f"Base model: {', '.join(map(_link, bases))}"] if bases else [],
+        "made": [f"Made by {made}"] if made else [],
+        "data": [f"Training data: {', '.join(_link(n, 'datasets/') for n in datasets)}"] if datasets else [],
+        "training": list(training),
+        "datasets": list(filter(_is_repo, datasets)),
+    }
+    facts = {subject: lines or former.get(subject, []) for subject, lines in facts.items()}
+    for subject in ("made", "data", "datasets"):
+        facts[subject] = list(dict.fromkeys([*earlier.get(subject, []), *facts[subject]]))
+
     # Metadata: what the card has already, this package's, and the base's. The hub refuses local paths there.
     data = ModelCardData() if old is None else old.data
     kinds = TAGS if is_moe_lora or (not adapter and num_experts) else TAGS[1:]
@@ -124,23 +140,18 @@ def write_model_card(
     data.tags = sorted(t for t in every if not t.startswith("base_model:") or _is_repo(t.rpartition(":")[2]))
     names = list(filter(_is_repo, bases or _listed(data.base_model)))
     data.base_model = names[0] if len(names) == 1 else names or None
-    data.datasets = list(filter(_is_repo, dict.fromkeys([*_listed(data.datasets), *datasets]))) or None
-    if data.license is None:
+    of_user = [name for name in _listed(data.datasets) if name not in former.get("datasets", [])]
+    data.datasets = list(filter(_is_repo, dict.fromkeys([*of_user, *facts["datasets"]]))) or None
+    passed_on = former.get("license") == [data.license]
+    if data.license is None or (passed_on and facts["base"] != former.get("base")):
         _pass_license_on(data, bases, folder)
+        passed_on = data.license is not None
+    facts["license"] = [data.license] if passed_on else []
 
-    # Text. What an old card of ours says stays where nothing new is said.
-    mark = None if old is None else _MARK.match(old.text)
+    # Text.
     if old is not None and old.text.strip() and not (mark or overwrite or old.text.lstrip().startswith(_OF_PEFT)):
         card = old
     else:
-        facts = {
-            "base": [f"Base model: {', '.join(map(_link, bases))}"] if bases else [],
-            "made": [f"Made by {made}"] if made else [],
-            "data": [f"Training data: {', '.join(_link(n, 'datasets/') for n in datasets)}"] if datasets else [],
-            "training": list(training),
-        }
-        former = _facts(mark)
-        facts = {subject: lines or former.get(subject, []) for subject, lines in facts.items()}
         saved_tokenizer = task == "text-generation" and (folder / "tokenizer_config.json").is_file()
         place = folder if saved_tokenizer or not bases else Path(bases[0])
         card = ModelCard.from_template(
@@ -172,7 +183,7 @@ def write_model_card(
 
 
 def card_facts(folder: str | os.PathLike) -> dict[str, list[str]]:
-    """What a folder's card says about `training`, …; nothing if it is not one of ours."""
+    """What a folder's card says about `made`, `data`, `training`, …; nothing if it is not one of ours."""
     card = load_card(Path(folder) / "README.md")
     return _facts(None if card is None else _MARK.match(card.text))
 
@@ -249,6 +260,7 @@ def _link(name: str, kind: str = "") -> str:
 def _pass_license_on(data: ModelCardData, bases: list[str], folder: Path) -> None:
     """Set the license that the bases' cards name, if all name the same. Its file counts only if it is here, too."""
     licenses, fields = [], ("license", "license_name", "license_link")
+    data.license = data.license_name = data.license_link = None
     for base in bases:
         cached = try_to_load_from_cache(base, "README.md") if _is_repo(base) else None
         card = load_card(Path(cached) if isinstance(cached, str) else Path(base) / "README.md")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from huggingface_hub import HfApi
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import (
@@ -813,6 +814,30 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
     assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
     for args in (routers, rest):
         assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) == args.gradient_checkpointing
+
+
+@pytest.mark.parametrize("name", [None, "me/mine"])
+def test_stages_push_one_repository_with_the_result(name, case, tmp_path, monkeypatch):
+    pushed = []
+
+    def upload(self, *, repo_id, folder_path, **own):
+        pushed.append((repo_id, Path(folder_path).name))
+
+    monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **own: type("Url", (), {"repo_id": repo_id})())
+    settings = {**case, "max_steps": 1, "stages": ["joint", "rest"], "push_to_hub": True, "hub_strategy": "end"}
+    out = run("sft", tmp_path, settings | ({} if name is None else {"hub_model_id": name}))
+    assert {repo for repo, _ in pushed} == {name or out.name} and {folder for _, folder in pushed} == {"rest"}
+    assert f'from_pretrained("{name or out.name}")' in (out / "rest" / "README.md").read_text()
+
+
+def test_rows_that_have_nothing_to_learn_are_counted(case, tmp_path, capsys):
+    data = tmp_path / "long.jsonl"
+    rows = [{"prompt": " ".join(["w5"] * n), "completion": " w6"} for n in (3, 40, 3, 40, 40)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    run("sft", tmp_path, {**case, "dataset_name": str(data), "max_steps": 1, "max_length": 16})
+    assert "3 of 5 rows are left out: within max_length=16 they have nothing to learn\n" in capsys.readouterr().out
 
 
 def test_a_flag_that_each_stage_outvotes_is_refused(case, tmp_path, capsys):

@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from trl import DPOConfig, SFTConfig, SFTTrainer
 
-from moe_peft import MoELoraConfig, MoESFTConfig
+from moe_peft import MoEDPOConfig, MoEDPOTrainer, MoELoraConfig, MoESFTConfig
 from moe_peft.training.estimate import Rows, count_rows, memory, training_line
 from moe_peft.training.schedule import steps_and_rows
 from moe_peft.training.trainable import on_quantized
@@ -115,6 +115,24 @@ def test_rows_whose_answer_is_cut_away_are_not_counted(tmp_path, tokenizer):
     args.max_length = 1
     with pytest.raises(ValueError, match="max_length=1: no example keeps a token to learn from"):
         count_rows(data, tokenizer, args)
+
+
+def test_pairs_whose_prompt_fills_the_context_are_not_counted(tmp_path, tokenizer):
+    args = MoEDPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=6)
+    pairs = [{"prompt": " ".join(["w3"] * n), "chosen": " w5", "rejected": " w6 w7"} for n in (2, 9, 6, 4)]
+    data = Dataset.from_list(pairs)
+    config = MoELoraConfig(num_experts=2, r=2, task_type="CAUSAL_LM")
+
+    def trainer() -> MoEDPOTrainer:
+        model = get_peft_model(tiny_llama(hidden=8, layers=1), config)
+        return MoEDPOTrainer(model, args=args, train_dataset=data, processing_class=copy.deepcopy(tokenizer))
+
+    assert count_rows(data, tokenizer, args) == Rows(len(trainer().train_dataset), (4 + 5 + 6 + 6) / 2)
+    args.max_length = 2
+    with pytest.raises(ValueError, match="max_length=2: no example keeps a token to learn from"):
+        count_rows(data, tokenizer, args)
+    with pytest.raises(ValueError, match="max_length=2: no example keeps a token to learn from"):
+        trainer()
 
 
 def test_tokens_are_those_of_the_chat_template_that_the_stage_names(tmp_path, tokenizer):

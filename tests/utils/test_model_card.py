@@ -17,6 +17,7 @@ from trl import SFTTrainer
 
 from moe_peft import MoELoraConfig, expert_to_lora, write_model_card
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
+from moe_peft.utils.model_card import card_facts
 from tests.helpers.native_case import adapter, dense_model
 from tests.helpers.trainers import arguments, make_model, make_trainer
 from tests.helpers.upit_case import rows
@@ -198,6 +199,37 @@ def test_a_license_is_passed_on_if_the_bases_agree(folder: Path, tmp_path: Path)
         assert ModelCard.load(folder / "README.md").data.license == expected
 
 
+def test_a_card_written_for_another_base_has_its_license(folder: Path, tmp_path: Path):
+    """One that the user wrote stays, and so does what the base's card said when that cannot be read any more."""
+    for name, license in (("a", "mit"), ("b", "llama3")):
+        (tmp_path / name).mkdir()
+        ModelCard(f"---\n{ModelCardData(license=license)}\n---\n").save(tmp_path / name / "README.md")
+
+    def license_of(base: str, datasets: list[str]) -> tuple:
+        data = ModelCard.load(write_model_card(folder, base=tmp_path / base, datasets=datasets)).data
+        return data.license, data.datasets
+
+    assert license_of("a", ["a/one"]) == ("mit", ["a/one"])
+    (tmp_path / "a" / "README.md").unlink()
+    assert license_of("a", []) == ("mit", ["a/one"])
+    assert license_of("b", ["a/two"]) == ("llama3", ["a/two"])
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace("license: llama3", "license: apache-2.0"))
+    assert license_of("a", []) == ("apache-2.0", ["a/two"])
+
+
+def test_what_it_was_before_a_training_is_on_its_card(folder: Path):
+    write_model_card(folder, made="`moe-peft mix`: `a`, `b`", training=["7 steps"], datasets=["a/one"])
+    earlier = card_facts(folder)
+    (folder / "README.md").unlink()
+    for _ in range(2):
+        write_model_card(folder, training=[*earlier["training"], "3 steps"], datasets=["a/two"], earlier=earlier)
+    card = ModelCard.load(folder / "README.md")
+    lines = ["Made by `moe-peft mix`: `a`, `b`", "7 steps", "3 steps"]
+    lines += [f"Training data: [{name}](https://huggingface.co/datasets/{name})" for name in ("a/one", "a/two")]
+    assert all(card.text.count(f"\n- {line}\n") == 1 for line in lines) and card.data.datasets == ["a/one", "a/two"]
+
+
 def test_router_figure_is_shown_where_there_is_one(folder: Path):
     assert "## Routing" not in (folder / "README.md").read_text()
     (folder / "routing").mkdir()
@@ -304,7 +336,7 @@ def test_saved_models_and_checkpoints_say_how_they_were_trained(base: Path, tmp_
         tmp_path / "out", tokenizer, model=model, max_steps=2, save_strategy="steps", save_steps=1,
         hub_model_id="me/mine",
     )  # fmt: skip
-    trainer.earlier_training = ["7 steps before"]
+    trainer.earlier = {"training": ["7 steps before"]}
     trainer.train()
     (tmp_path / "saved").mkdir()
     for written in UNREADABLE:

@@ -57,15 +57,15 @@ dealt to the tasks anew, as many to each. *Noise*: of each LoRA, B is random and
 *Many* is asked *one*, *system* and *none*. It and later seeds than 1 go without the scopes, which had lost by up to 80
 points.
 
-Run so far: *short* and *domains* with seeds 0 and 1, *joint, replay* with seed 0 and, of *domains*, 3, there beside
-*base* and *own*; *many* with seed 0, without its joint LoRAs; controls of *short* with seeds 3 and 4, of *domains*
-with seed 3 and of *many*, which are as predicted. What failed of the other predictions:
+Run so far: *short* with seeds 0 and 1, *domains* with 0, 1 and 3, *joint, replay* with seed 0 and, of *domains*, 3;
+*many* with seed 0, without *joint, replay*; controls of *short* with seeds 3 and 4, of *domains* with seed 3 and of
+*many*, which are as predicted. What failed of the other predictions:
 
-- 2: *picked* loses 2.5 to 3.7 points with *system*; so does *own*, as the requests' choice is the same.
-- 3: *picked* loses 4 points with *switch* on *domains* and 7 on *short*; *joint* loses 5 and 7, with replay 10 and 13.
+- 2: *picked* loses 2.4 to 3.7 points with *system*; so does *own*, as the requests' choice is the same.
+- 3: *picked* loses 4 points with *switch* on *domains* and 7 on *short*; *joint* loses 6 and 7, with replay 10 and 13.
 - 5: *picked* leaves 90 to 94 %, of *many* 81 %, but the other requests make its mean harm .2 to .4. *Joint,
   replay* answers only 5 to 9 % word for word as the base, but its harm is .03 and .19.
-- 6: *joint* is not within 3 points of *own* but 6 and 7 above it.
+- 6: *joint* is not within 3 points of *own* but 6 and 7 above it, of *many* 16.
 - *So far* did not lose some points with chats on *domains*, but all.
 """
 

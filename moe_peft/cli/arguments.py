@@ -255,9 +255,9 @@ class TrainingParser(GroupedParser, TrlParser):
             for name, value in vars(part).items():
                 if name in _UNREAD and value:
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
-        if isinstance(run.stages, dict):
+        if isinstance(run.stages, dict) and all(isinstance(own, dict) for own in run.stages.values()):
             for flag in names:
-                if run.stages and all(flag.lstrip("-") in (settings or ()) for settings in run.stages.values()):
+                if run.stages and all(flag.lstrip("-") in own for own in run.stages.values()):
                     raise InputError(f"{flag}: each of stages has its own value, in {options.config}; change it there")
         with refused_settings():
             model = ModelConfig(**vars(model))

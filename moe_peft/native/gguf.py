@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import tqdm
 
-from ..utils.io import atomic_write, read_json, reading
+from ..utils.io import atomic_write, read_json
 from ..utils.loading import check_tokenizer, read_tokenizer
 from ..utils.messages import InputError, choice_error
 from .expert_init import FFN
@@ -393,8 +393,10 @@ def _is_chat_exact(tokenizer: Any, backend: dict[str, Any], adds_space: bool) ->
     """Whether llama.cpp reads a chat as the tokenizer does; without a chat template, a plain text."""
     text = "Hi there"
     if tokenizer.chat_template:
-        with reading("the tokenizer's chat template refuses a chat of three turns"):
+        try:
             text = tokenizer.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
+        except Exception:  # a template's own, of a chat of three turns
+            return False
     plain = copy.deepcopy(tokenizer.backend_tokenizer)
     plain.pre_tokenizer.prepend_scheme = "never"
     added = {token["content"]: token for token in backend["added_tokens"]}

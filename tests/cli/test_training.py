@@ -846,6 +846,8 @@ def test_a_flag_that_each_stage_outvotes_is_refused(case, tmp_path, capsys):
     flags = ["--learning_rate", "0.5"]
     line = refused("sft", tmp_path, {**case, "stages": stages}, *flags, capsys=capsys)
     assert "--learning_rate: each of stages has its own value, in " in line
+    line = refused("sft", tmp_path, {**case, "stages": {"rest": 3}}, *flags, capsys=capsys)
+    assert "stages.rest=3: must be a mapping of settings" in line
     stages["rest"] = None
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**case, "output_dir": "out", "stages": stages}, sort_keys=False))

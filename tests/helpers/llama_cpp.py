@@ -33,6 +33,8 @@ class LlamaCpp:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(params)
+        # A server that goes before its loop has begun is waited for without end; an answer shows that it has.
+        self.server.handle_completions({"prompt": [0], "n_predict": 1})
 
     def log_probs(self, ids: list[int], vocab_size: int, last: int | None = None) -> torch.Tensor:
         """The log-probabilities of the token after each of `ids`, or of the `last` ones, [S, V]."""

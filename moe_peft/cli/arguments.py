@@ -255,9 +255,10 @@ class TrainingParser(GroupedParser, TrlParser):
             for name, value in vars(part).items():
                 if name in _UNREAD and value:
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
-        if isinstance(run.stages, dict) and all(isinstance(own, dict) for own in run.stages.values()):
+        stages = [*run.stages.values()] if isinstance(run.stages, dict) else []
+        if stages and all(isinstance(stage, dict) for stage in stages):
             for flag in names:
-                if run.stages and all(flag.lstrip("-") in own for own in run.stages.values()):
+                if all(flag.lstrip("-") in stage for stage in stages):
                     raise InputError(f"{flag}: each of stages has its own value, in {options.config}; change it there")
         with refused_settings():
             model = ModelConfig(**vars(model))
@@ -343,11 +344,11 @@ def training_stages(options: Options) -> dict[str, Any]:
         common = {key: options.given[key] for key in _names(training)} | {"learning_rate": training.learning_rate}
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)
-        own: dict[str, Any] = {"output_dir": str(Path(training.output_dir, name)), "training_stage": name}
+        fixed: dict[str, Any] = {"output_dir": str(Path(training.output_dir, name)), "training_stage": name}
         if training.push_to_hub:  # a repository has the name of the result, which is the last stage's
-            own |= {"push_to_hub": name == [*stages][-1], "hub_model_id": repo}
+            fixed |= {"push_to_hub": name == [*stages][-1], "hub_model_id": repo}
         with prefixed(path), refused_settings():
-            stage_args[path] = type(training)(**{**common, **settings, **own})
+            stage_args[path] = type(training)(**{**common, **settings, **fixed})
     return stage_args
 
 

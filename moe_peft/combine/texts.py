@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,14 +178,10 @@ class Source:
 
 def _with_answers(rows: Dataset) -> Dataset:
     """Chats as prompts and their last answers, if all end with one; else the rows as they are."""
-
-    def ends(messages: Sequence[Mapping[str, Any]]) -> bool:
-        return len(messages) > 1 and messages[-1]["role"] == "assistant"
-
-    if "messages" not in rows.column_names or not all(map(ends, rows["messages"])):
+    chats = list(rows["messages"]) if "messages" in rows.column_names else []
+    if not chats or not all(len(chat) > 1 and chat[-1]["role"] == "assistant" for chat in chats):
         return rows
-    messages = list(rows["messages"])
-    prompts, answers = [chat[:-1] for chat in messages], [chat[-1:] for chat in messages]
+    prompts, answers = [chat[:-1] for chat in chats], [chat[-1:] for chat in chats]
     return rows.remove_columns("messages").add_column("prompt", prompts).add_column("completion", answers)
 
 

@@ -158,8 +158,8 @@ def _explained(settings: TaskSettings) -> Iterator[None]:
         raise
     except Exception as error:
         tasks = ",".join(settings.tasks)
-        said = "no rows" if isinstance(error, StopIteration) else one_line(error)
-        raise InputError(f"tasks={tasks!r}: {type(error).__name__}: {said}") from error
+        reason = "no rows" if isinstance(error, StopIteration) else one_line(error)
+        raise InputError(f"tasks={tasks!r}: {type(error).__name__}: {reason}") from error
 
 
 @contextmanager

@@ -373,7 +373,7 @@ def _adds_space(tokenizer: Any, backend: dict[str, Any], name: str) -> bool:
     if pre.get("type") == "Metaspace" and not steps:
         if pre["prepend_scheme"] == "never":
             return False
-        exact = [adds for adds in (True, False) if _is_chat_exact(tokenizer, backend, adds)]
+        exact = [adds for adds in (True, False) if _is_chat_exact(tokenizer, adds)]
         texts = "chats" if tokenizer.chat_template else "texts that begin with no space"
         logger.warning(
             "the tokenizer puts a space before a text that begins with none%s, llama.cpp before %s text: %s have %s",
@@ -389,7 +389,7 @@ def _adds_space(tokenizer: Any, backend: dict[str, Any], name: str) -> bool:
 _CHAT = [{"role": role, "content": "Hi there"} for role in ("user", "assistant", "user")]
 
 
-def _is_chat_exact(tokenizer: Any, backend: dict[str, Any], adds_space: bool) -> bool:
+def _is_chat_exact(tokenizer: Any, adds_space: bool) -> bool:
     """Whether llama.cpp reads a chat as the tokenizer does; without a chat template, a plain text."""
     text = "Hi there"
     if tokenizer.chat_template:
@@ -399,12 +399,12 @@ def _is_chat_exact(tokenizer: Any, backend: dict[str, Any], adds_space: bool) ->
             return False
     plain = copy.deepcopy(tokenizer.backend_tokenizer)
     plain.pre_tokenizer.prepend_scheme = "never"
-    added = {token["content"]: token for token in backend["added_tokens"]}
-    ids, rstrip = [], False
+    added = {token.content: (i, token.rstrip) for i, token in tokenizer.added_tokens_decoder.items()}
+    ids, takes_spaces = [], False  # of the token before
     for part in re.split(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})", text):
         if part in added:
-            ids.append(added[part]["id"])
-            rstrip = added[part]["rstrip"]
-        elif part := part.lstrip() if rstrip else part:
+            token, takes_spaces = added[part]
+            ids.append(token)
+        elif part := part.lstrip() if takes_spaces else part:
             ids += plain.encode(" " * adds_space + part, add_special_tokens=False).ids
     return ids == tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -149,11 +149,12 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
     sample = data.select(looked_at)
     if isinstance(args, SFTConfig):
         sample, _ = tokenized(sample, tokenizer, args)
-        check_learnable("", sample, args)
         lengths = list(map(len, sample["input_ids"]))
     else:
-        lengths = [tokens for row in sample if (tokens := _pair_tokens(tokenizer, row, args))]
-        check_learnable("", sample.select(range(len(lengths))), args)
+        lengths = [_pair_tokens(tokenizer, row, args) for row in sample]
+        sample = sample.select([i for i, length in enumerate(lengths) if length])
+        lengths = list(filter(None, lengths))
+    check_learnable("", sample, args)
     return Rows(max(1, round(len(lengths) * len(data) / len(looked_at))), statistics.fmean(lengths))
 
 

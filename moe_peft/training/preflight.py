@@ -25,19 +25,6 @@ from ..utils.messages import InputError, choice_error, one_line, unknown_key
 from .data import check_answers, check_marks
 
 
-def preflight(
-    args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "", on_this_machine: bool = True
-) -> None:
-    """
-    `check_arguments` and `check_loss`.
-
-    Args:
-        data: what it trains on. Its rows are checked already, see `check_rows`.
-    """
-    check_arguments(args, path, on_this_machine)
-    check_loss(args, data, tokenizer, path)
-
-
 def check_loss(args: SFTConfig, data: Dataset, tokenizer: Any, path: str = "") -> None:
     """Check that the data have what a stage's loss asks for: a chat template, answers, their marks."""
     section = f"{path}." if path else ""

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
 from .. import __version__
-from ..training.preflight import preflight
+from ..training.preflight import check_arguments, check_loss
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
@@ -179,7 +179,8 @@ class UpIT:
             stage.check()
         for trainer in self.trainer_stages:
             args, section = trainer.example_arguments(**overrides), f"{trainer.name}." if trainer.section_sft else ""
-            preflight(args, trainer.examples(), self.context.base.tokenizer, f"{section}sft", weights)
+            check_arguments(args, f"{section}sft", on_this_machine=weights)
+            check_loss(args, trainer.examples(), self.context.base.tokenizer, f"{section}sft")
         if weights:
             self.context.check_base()
 

@@ -140,8 +140,8 @@ def write_model_card(
     data.tags = sorted(t for t in every if not t.startswith("base_model:") or _is_repo(t.rpartition(":")[2]))
     names = list(filter(_is_repo, bases or _listed(data.base_model)))
     data.base_model = names[0] if len(names) == 1 else names or None
-    of_user = [name for name in _listed(data.datasets) if name not in former.get("datasets", [])]
-    data.datasets = list(filter(_is_repo, dict.fromkeys([*of_user, *facts["datasets"]]))) or None
+    others = [name for name in _listed(data.datasets) if name not in former.get("datasets", [])]
+    data.datasets = list(filter(_is_repo, dict.fromkeys([*others, *facts["datasets"]]))) or None
     passed_on = former.get("license") == [data.license]
     if data.license is None or (passed_on and facts["base"] != former.get("base")):
         _pass_license_on(data, bases, folder)

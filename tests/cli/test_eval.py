@@ -352,6 +352,20 @@ def test_a_base_to_compare_with_is_looked_at_before_anything_runs(arguments, mes
         ))  # fmt: skip
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_hides_the_harness_bars(quiet, folder, tmp_path, capsys, loud):
+    evaluate(folder, tmp_path / "out", "--model", folder / "adapter", "--limit", 4, *["--quiet"][: int(quiet)])
+    shown = capsys.readouterr()
+    assert "toy_a" in shown.out and ("%|" in shown.err) is not quiet
+
+
+def test_a_task_without_rows_says_so(folder, tmp_path, tokenizer):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.yaml").write_text(CHOICES.format(name="toy_empty", data=tmp_path / "empty.jsonl"))
+    with pytest.raises(ValueError, match=r"empty\.yaml': .*no rows"):
+        Harness(TaskSettings(tasks=[str(tmp_path / "empty.yaml")])).run(dense(folder / "base"), tokenizer)
+
+
 def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):
     """A folder instead of the harness's thousands of tasks."""
     import lm_eval.tasks.manager as manager

@@ -201,6 +201,7 @@ def test_a_native_moe_trains_all_its_weights(case, tmp_path):
     assert (
         "`mixtral` with 4 experts per layer" in card and "- Training data: " in card and "import moe_peft" not in card
     )
+    assert f"# Mixture-of-Experts of {moe.name}\n" in card
     changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == before.keys()
 

@@ -243,6 +243,16 @@ def test_chats_decide_where_llama_cpp_puts_spaces(scheme, chat, same, tmp_path, 
         assert (server.chat_tokens(messages[:end])[-len(expected) :] == expected) is same
 
 
+def test_a_chat_template_that_refuses_a_chat_stops_no_export(tmp_path, caplog):
+    tokenizer = sentencepiece_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer, backend.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.chat_template = "{{ raise_exception('one turn') if messages[1:] else messages[0].content }}"
+    made("llama", tmp_path, {"vocab_size": len(tokenizer)}, tokenizer)
+    assert export_gguf(tmp_path / "adapter", tmp_path / "moe.gguf").is_file()
+    assert "chats have other tokens" in caplog.text
+
+
 def test_other_tokens_that_take_spaces_away_are_refused(tmp_path):
     tokenizer = letters()
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<mask>", special=True, lstrip=True)]})

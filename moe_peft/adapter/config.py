@@ -110,7 +110,7 @@ class MoELoraConfig(PeftConfig):
             as gate; only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"arrow"`: the
             absolute values of a linear gate's logits, see `moe_peft.init_gates`. `"soft"`: all experts. `"top_p"`,
             `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of equal parts of the
-            hidden state.
+            hidden state. `"hash"`: a fixed map from token ids to experts.
         router_threshold, router_capacity_factor, …: The settings of `moe_peft.routing.RouterSettings`, which has more
             on each, with the prefix `router_`.
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
@@ -205,6 +205,7 @@ class MoELoraConfig(PeftConfig):
             self.top_k, self.normalize_top_k = router.only_top_k, False
         if router.all_experts:
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+        if router.all_experts or router.is_constant:
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
         for n in () if self.top_k_pattern else {self.num_experts, *self.num_experts_pattern.values()}:
             self._check_top_k(self.top_k, n)
@@ -261,12 +262,16 @@ class MoELoraConfig(PeftConfig):
         router, kind = self.router_class, f"router_type={self.router_type!r}"
         for unread in unread_settings(router):
             self._check_unread(f"router_{unread.name}", unread.default, f"{kind} has no use for it")
+        if router.is_constant:
+            for name in ("router_jitter_noise", "normalize_top_k"):
+                self._check_unread(name, self._default(name), f"{kind} reads only token ids")
         if router.only_top_k is not None or router.all_experts:
             self._check_unread("top_k_pattern", {}, f"{kind} has one top_k")
         if router.only_top_k is not None:
             self._check_fixed("top_k", router.only_top_k)
         if router.all_experts:
             self._check_fixed("top_k", max([self.num_experts, *self.num_experts_pattern.values()]))
+        if router.all_experts or router.is_constant:
             self._check_fixed("router_aux_loss_coef", 0.0)
 
     def _check_fixed(self, name: str, value: Any) -> None:

@@ -44,7 +44,7 @@ from .experts import Experts
 from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
 from .ffn_layout import FFNLayout
-from .router_recorder import record_choice, recorded, steering_of
+from .router_recorder import record_choice, recorded, steering_of, token_ids_for
 
 _get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features")
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -164,7 +164,7 @@ class MoELoraLayer(BaseTunerLayer):
         if spec.num_experts == 1:
             return None
         router = self.router(adapter_name)
-        logits_TN = recorded(router, router(x_TD))
+        logits_TN = recorded(router, router(x_TD, token_ids_for(router, x_TD)))
         steering, has_base = steering_of(self), spec.base_expert
         if steering is None:
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)

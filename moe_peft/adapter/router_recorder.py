@@ -25,6 +25,11 @@ import torch
 from torch import nn
 
 from ..routing.gates import Steering
+from ..routing.routers import Router
+from ..utils.compat import private
+from ..utils.messages import InputError
+
+_top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 # A router's experts [T, k] and their gates [T, k]. A gate of 0 leaves an expert out; None: all gates are more than 0.
 Choice = tuple[torch.Tensor, torch.Tensor | None]
@@ -234,6 +239,60 @@ def _see_gate(gate: nn.Module, args: tuple, output: Any, index: int) -> None:
     collection.routers.append(getattr(gate, "moe_router", gate))
     is_choice = isinstance(output, tuple) and len(output) == 3 and index == 0
     collection.choices.append((output[2], output[1].detach()) if is_choice else None)
+
+
+# --- token ids ------------------------------------------------------------------------------------------------------
+
+_HANDLES = "_moe_peft_token_ids"
+
+
+def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
+    """Start or stop handing token ids to the routers in a native MoE's gates."""
+    for handle in backbone.__dict__.pop(_HANDLES, ()):
+        handle.remove()
+    if wanted:
+        backbone.__dict__[_HANDLES] = [
+            backbone.register_forward_pre_hook(begin, with_kwargs=True),
+            backbone.register_forward_hook(_end_native, with_kwargs=True, always_call=True),
+        ]
+
+
+def token_ids_for(router: Router, x_TD: torch.Tensor) -> torch.Tensor | None:
+    """
+    Return the ids [T] of the tokens that `router` is about to route, or None if the router does not read them.
+
+    Args:
+        x_TD: the tokens' hidden states [..., d].
+
+    Raises:
+        ValueError: the model was not called with one token id for each hidden state, or a gradient checkpoint would run
+            this layer again without them.
+    """
+    return _token_ids(router, x_TD) if router.needs_token_ids else None
+
+
+@torch.compiler.disable
+def _token_ids(router: Router, x_TD: torch.Tensor) -> torch.Tensor:
+    collection, count, field = state.current.collection, x_TD[..., 0].numel(), f"router_type={router.settings.type!r}"
+    ids = None if collection is None else collection.token_ids
+    if ids is None or ids.numel() != count:
+        has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
+        raise InputError(
+            f"{field}: {has} for {count} hidden states; call the model itself with "
+            "input_ids, on a decoder-only model, or use another router_type"
+        )
+    if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():
+        raise InputError(
+            f"{field}: gradient_checkpointing=True runs layers again without their token ids; set "
+            "gradient_checkpointing to false, or use another router_type"
+        )
+    return ids
+
+
+def _is_checkpointed() -> bool:
+    """Return whether backward may run the current layer again. Reentrant checkpoints run without gradients, others set hooks."""
+    hooks = _top_saved_tensors_hooks(False)
+    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 # --- reentrant gradient checkpointing -------------------------------------------------------------------------------

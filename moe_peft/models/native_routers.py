@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ..adapter.config import MoELoraConfig, unread_settings
+from ..adapter.router_recorder import keep_token_ids
 from ..routing.routers import ROUTERS, RouterSettings, make_router
 from ..utils.messages import InputError
 from .gates import CONFIG_FIELD, STOCK_FIELD
-from .introspection import base_model, text_config
+from .introspection import backbone, base_model, text_config
 from .layer import native_layers
 from .routed_gate import gate_rule
 
@@ -75,6 +76,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
             made.append((make_router(config.hidden_size, n, spec.router), spec.top_k, keeps))
     for layer, of_layer in zip(layers, made, strict=True):
         layer.put_router(*of_layer)
+    keep_token_ids(backbone(model), any(router.needs_token_ids for router, _, _ in made))
     for holder in (config, base_model(model)):
         if hasattr(holder, "num_experts_per_tok"):
             holder.num_experts_per_tok = made[0][1]

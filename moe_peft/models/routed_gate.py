@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..adapter.router_recorder import token_ids_for
 from ..routing.gates import top_k_gates
 from ..routing.routers import Router
 from ..utils.messages import InputError
@@ -30,7 +31,7 @@ class RoutedGate:
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, float32 [T, n]; gates in the dtype of the hidden states and experts, each [T, k]."""
-        logits_TN = self.moe_router(hidden_states)
+        logits_TN = self.moe_router(hidden_states, token_ids_for(self.moe_router, hidden_states))
         gates_TK, experts_TK = self.moe_router.choose(logits_TN, self.top_k, self.normalizes)
         return logits_TN, gates_TK.to(hidden_states.dtype), experts_TK
 

@@ -109,6 +109,8 @@ class Router(nn.Module):
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialize it from the base's attention
+    needs_token_ids: ClassVar[bool] = False  # whether `logits` also gets the token ids [T]
+    is_constant: ClassVar[bool] = False  # whether training cannot change its logits, so losses on them are constants
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
     reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
     sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
@@ -116,6 +118,8 @@ class Router(nn.Module):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.linear_gate = cls.__dict__.get("linear_gate", False)
+        if cls.needs_token_ids and not cls.no_fold:
+            cls.no_fold = "it reads token ids, and a linear gate reads hidden states"
 
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
@@ -130,8 +134,14 @@ class Router(nn.Module):
     def make(self) -> None:
         """Create and initialize the parameters."""
 
-    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Router logits [T, n] of float32 (or float64) inputs [T, d]."""
+    def logits(self, x_TD: torch.Tensor, *token_ids_T: torch.Tensor) -> torch.Tensor:
+        """
+        Return router logits [T, n].
+
+        Args:
+            x_TD: hidden states [T, d], float32 or float64.
+            token_ids_T: with `needs_token_ids`, the token ids [T], one tensor.
+        """
         raise NotImplementedError
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,17 +154,26 @@ class Router(nn.Module):
         rate = self.settings.bias_update_rate
         return self.bias_steps * rate if rate else None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Router logits of hidden states [..., d]: float32 [T, n]."""
+    def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Return router logits, float32 [T, n].
+
+        Args:
+            hidden_states: [..., d].
+            token_ids: [...], for routers with `needs_token_ids`.
+        """
+        if self.needs_token_ids and token_ids is None:
+            raise InputError(f"router_type={self.settings.type!r}: token_ids=None: call the model with input_ids")
+        ids = (token_ids.reshape(-1),) if self.needs_token_ids and token_ids is not None else ()
         stored_TD = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
         x_TD = stored_TD if stored_TD.dtype in (torch.float32, torch.float64) else stored_TD.float()
         noise = self.settings.jitter_noise
         if self.training and noise:
             stored_TD = x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
         if not (torch.is_grad_enabled() or is_autocast(x_TD)):  # decoding: the contexts would take as long as a product
-            return self.logits(x_TD)
+            return self.logits(x_TD, *ids)
         with without_autocast(x_TD), _saved_as(stored_TD, x_TD):
-            return self.logits(x_TD)
+            return self.logits(x_TD, *ids)
 
     @torch.no_grad()
     def fold(self, k: int = 1, normalize: bool = False) -> torch.Tensor:
@@ -438,6 +457,43 @@ class PooledRouter(Router):
         return F.linear(x_TD, part_ND / part_ND.sum(1, keepdim=True))
 
 
+class HashRouter(Router):
+    """
+    A fixed map from token ids to experts (Hash Layers, Roller et al., 2021, arXiv 2106.04426, "random hash").
+
+    A token id has the same k random experts in every context, with gates 1/k. Expert i's logit is a hash of the token
+    id and of entry i of `salt`, uniform in [0, 1). Each layer draws a salt of its own, which is saved with the adapter.
+    """
+
+    needs_token_ids = True
+    is_constant = True
+    has_parameters = False
+
+    def make(self) -> None:
+        self.salt: torch.Tensor
+        self.register_buffer("salt", torch.randint(2**62, (self.num_experts,)))
+
+    def logits(self, x_TD: torch.Tensor, *token_ids_T: torch.Tensor) -> torch.Tensor:
+        # splitmix64 without its last step, which does not reach the bits below. Products of int64 wrap around.
+        hash_TN = token_ids_T[0].to(self.salt.device).unsqueeze(1).long() + self.salt
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
+        # Keep 24 bits, which float32 holds exactly. The lowest of them are the expert's index, so no logits are equal.
+        index_bits = (self.num_experts - 1).bit_length()
+        index_N = torch.arange(self.num_experts, device=hash_TN.device)
+        hash_TN = (_shifted(hash_TN, 40 + index_bits) << index_bits) + index_N
+        return hash_TN.to(x_TD.dtype) / 2**24
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        experts_TK = logits_TN.topk(k, dim=-1).indices
+        return torch.full_like(experts_TK, 1 / k, dtype=logits_TN.dtype), experts_TK
+
+
+def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
+    """Shift int64 to the right as if it were unsigned."""
+    return (bits >> shift) & ((1 << (64 - shift)) - 1)
+
+
 ROUTERS: dict[str, type[Router]] = {
     "linear": LinearRouter,
     "mlp": MLPRouter,
@@ -449,6 +505,7 @@ ROUTERS: dict[str, type[Router]] = {
     "top_p": TopPRouter,
     "threshold": ThresholdRouter,
     "locmoe": PooledRouter,
+    "hash": HashRouter,
 }
 """The routers by their names, which configs take as `router_type`; one of your own takes one more line."""
 

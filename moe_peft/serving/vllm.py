@@ -131,6 +131,11 @@ def check_served(
         )
     if pipeline_parallel_size > 1:
         raise InputError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")
+    if adapter.config.router_class.needs_token_ids:
+        raise InputError(
+            f"{adapter}: router_type={adapter.config.router_type!r}: vLLM's layers do not see token ids; serve it with "
+            "transformers and PEFT"
+        )
     for name, layer in adapter.empty.base_model.model.named_modules():
         if not isinstance(layer, MoELoraLayer):
             continue

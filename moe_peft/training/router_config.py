@@ -173,9 +173,24 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
             )
     coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
     layers = routed_layers(model)
+    constant = all(getattr(layer.router, "is_constant", False) for layer in layers)
+    for name, loss in ROUTER_LOSSES.items():
+        wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
+        if constant and wanted and coefficients[name]:
+            raise InputError(
+                f"{coefficient_field(name)}={coefficients[name]}: training cannot change these routers' logits, so the "
+                "loss is a constant; set it to 0"
+            )
+    if args.gradient_checkpointing and any(getattr(layer.router, "needs_token_ids", False) for layer in layers):
+        raise InputError(
+            "gradient_checkpointing=True: layers that run again have no token ids, which these routers read; set it to "
+            "false"
+        )
     if coefficients["aux"] is None:
         adapters = {layer.adapter for layer in layers if isinstance(layer, AdapterLayer)}
-        if adapters and not is_installed(base_model(model)):  # on a MoE, whose coefficient is for its own routers
+        if constant:
+            coefficients["aux"] = 0.0
+        elif adapters and not is_installed(base_model(model)):  # on a MoE, whose coefficient is for its own routers
             coefficients["aux"] = max(model.peft_config[name].router_aux_loss_coef for name in adapters)
         else:
             coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)

@@ -437,6 +437,11 @@ class Recipe(Settings):
                 check_router(RouterSettings(**self.post_train.router), *self.routed)
         if not self._router.has_parameters and not self.trains_experts:
             raise InputError("post_train: these routers have no parameters; use others: stage 4 trains nothing else")
+        if self._router.needs_token_ids and {**self.sft, **self.post_train.sft}.get("gradient_checkpointing", True):
+            raise InputError(
+                "post_train.sft.gradient_checkpointing=True: must be false for routers that read token ids: layers that "
+                "run again have none"
+            )
         unlabeled = self.expert_map is not None and self.data.label_column is None
         self._forbid("data.label_column", unlabeled, "set for post_train.sft.expert_map")
 

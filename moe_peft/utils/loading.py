@@ -174,7 +174,7 @@ def adapter_weights(folder: str | os.PathLike, source: object) -> Path:
         for key in file.keys():  # noqa: SIM118  (it is not a mapping)
             part = file.get_slice(key)
             dtype, is_matrix = part.get_dtype(), len(part.get_shape()) > 1
-            if dtype not in _DTYPES and (dtype.startswith("F") or is_matrix):  # the steps of biases are integers
+            if dtype not in _DTYPES and (dtype.startswith("F") or is_matrix):  # a salt is an integer
                 raise InputError(f"{source}: {key} is {dtype}; save the adapter in float32, bfloat16 or float16")
     return path
 

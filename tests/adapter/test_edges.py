@@ -66,7 +66,7 @@ def steering_of(kind: str, rows: int, n: int) -> Steering | None:
 def check_without_tokens(layer: MoELoraLayer, x: torch.Tensor, forward: Callable | None = None) -> None:
     """The output is the base's, and every parameter gets a zero gradient, not none; routing is recorded."""
     layer.zero_grad()
-    collection = Collection(layer, attached=True)
+    collection = Collection(layer, attached=True, token_ids=torch.zeros(x.shape[:-1], dtype=torch.long))
     state.current.collection = collection if forward is None else None
     try:
         output = layer(x) if forward is None else forward(x)

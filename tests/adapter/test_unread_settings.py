@@ -14,9 +14,11 @@ from moe_peft.routing import RouterSettings
 @pytest.mark.parametrize("settings, words", [
     ({"router_type": "switch", "mixing": "projection", "top_k": 3}, "top_k=3: router_type='switch' has top_k=1"),
     ({"router_type": "soft", "top_k": 3}, "top_k=3: router_type='soft' has top_k=8"),
-    ({"router_type": "soft", "router_aux_loss_coef": 0.5}, "router_aux_loss_coef=0.5: router_type='soft'"),
+    ({"router_type": "hash", "router_aux_loss_coef": 0.5}, "router_aux_loss_coef=0.5: router_type='hash'"),
     ({"router_threshold": 0.5}, "router_threshold=0.5: router_type='linear' has no use for it"),
     ({"router_type": "top_p", "router_capacity_factor": 1.0}, "router_capacity_factor=1.0: router_type='top_p' has no"),
+    ({"router_type": "hash", "router_jitter_noise": 0.5}, "router_jitter_noise=0.5: router_type='hash' reads"),
+    ({"router_type": "hash", "normalize_top_k": False}, "normalize_top_k=False: router_type='hash' reads only token"),
 ])  # fmt: skip
 def test_settings_that_a_router_does_not_read_raise_but_load_from_saved_adapters(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):

@@ -443,6 +443,15 @@ def test_a_later_stage_is_checked_before_the_first_one_trains(own, message, plan
     assert message in refused("sft", tmp_path, settings, *plan, capsys=capsys)
 
 
+def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
+    settings = {**case, "router_type": "hash", "label_column": "domain", "expert_map": MAPS}
+    settings |= {"router_aux_loss_coef": 0.0, "router_label_loss_coef": 0.0}
+    routers = {"router_z_loss_coef": 0.1}
+    message = "stages.routers: training_stage='routers': these routers have no parameters; use 'joint'"
+    found = refused("sft", tmp_path, {**settings, "stages": {"rest": None, "routers": routers}}, capsys=capsys)
+    assert message in found
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
     settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}

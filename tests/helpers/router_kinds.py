@@ -28,6 +28,7 @@ ROUTER_KINDS = {
     "threshold": {"router_type": "threshold", "top_k": 3},
     "threshold-raw": {"router_type": "threshold", "router_threshold": 0.2, "normalize_top_k": False},
     "locmoe": {"router_type": "locmoe"},
+    "hash": {"router_type": "hash"},
 }
 
 

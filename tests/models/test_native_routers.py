@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
@@ -23,6 +23,7 @@ from moe_peft.analysis.recorder import record_routing
 from moe_peft.models.gates import CONFIG_FIELD, uniform_gates
 from moe_peft.models.layer import router_parameters
 from moe_peft.models.model_size import model_size
+from moe_peft.models.routed_gate import RoutedGate
 from moe_peft.native import UpcycleConfig, load_routers, upcycle
 from moe_peft.routing import ROUTERS, RouterSettings
 from moe_peft.routing.attention_heads import attention_weights
@@ -81,7 +82,49 @@ def with_router(kind: str, family: str = "mixtral", **own):
 
 
 def test_every_router_is_tried():
-    assert {settings.type for settings in KINDS.values()} == ROUTERS.keys()
+    seen = {name for name, router in ROUTERS.items() if not router.by_token_id}
+    assert {settings.type for settings in KINDS.values()} == seen
+
+
+def test_routing_by_token_ids(tmp_path):
+    """Hash Layers (Roller et al., 2021): a token's experts follow from its id alone, with gates 1/k, in every pass."""
+    model = moe()
+    replace_routers(model, "hash", seed=3)
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    chosen: list[torch.Tensor] = []
+    gates = [m for m in model.modules() if isinstance(m, RoutedGate)]
+    for gate in gates:
+        gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2].sort(-1).values))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        model(ids.flip(1))
+    for layer, gate in enumerate(gates):
+        for tokens, experts in ((ids, chosen[layer]), (ids.flip(1), chosen[len(gates) + layer])):
+            scores = gate.moe_router(torch.zeros(tokens.numel(), 4), tokens.flatten())
+            assert torch.equal(experts, scores.topk(2).indices.sort(-1).values)
+    assert not torch.equal(chosen[0], chosen[1])  # layers differ
+
+    # It trains, without gradient checkpointing.
+    ids_and_labels = {"input_ids": ids, "labels": ids, "use_cache": False}
+    model.train()(**ids_and_labels).loss.backward()
+    assert next(p for name, p in model.named_parameters() if "experts" in name).grad.abs().max() > 0
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="router_type='hash': gradient_checkpointing=True"):
+        model(**ids_and_labels)
+
+    # It saves and loads, does not fold, and another router takes its place.
+    model.save_pretrained(tmp_path)
+    loaded = MixtralForCausalLM.from_pretrained(tmp_path)
+    load_routers(loaded, tmp_path)
+    with torch.no_grad():
+        assert_near(loaded.eval()(input_ids=ids).logits, logits)
+        with pytest.raises(ValueError, match="no input_ids for 18 hidden states; call the model itself with"):
+            loaded(inputs_embeds=torch.zeros(2, 9, loaded.config.hidden_size))
+        with pytest.raises(ValueError, match="it routes by token ids, and a linear gate sees hidden states"):
+            fold_routers(loaded)
+        replace_routers(loaded, "linear")
+        loaded(inputs_embeds=torch.zeros(2, 9, loaded.config.hidden_size))
+    assert not loaded.model._forward_pre_hooks
 
 
 # --- outputs and gradients ------------------------------------------------------------------------------------------

@@ -363,6 +363,7 @@ def test_many_layers_that_lost_the_same_are_one_row(capsys, monkeypatch):
         ({}, {"drop": [0, 1, 2, 3, 4]}, "leaves 1 of 6 experts; keep at least 2"),
         ({}, {"drop": []}, "every expert stays; raise min_load, or give experts_per_layer or drop"),
         ({}, {"drop": [0], "experts_per_layer": 3}, "experts_per_layer=3: 5 are left, and only data say"),
+        ({"router_type": "hash"}, {"drop": [0]}, "router_type='hash': such a router has no parameters of single"),
         ({"router_type": "locmoe"}, {"drop": [0]}, "router_type='locmoe': such a router has no parameters of single"),
         (
             {"router_type": "attention", "router_num_heads": 2},

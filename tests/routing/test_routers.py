@@ -23,6 +23,7 @@ from tests.helpers.reference import assert_same, reference, run
 from tests.helpers.router_kinds import ROUTER_KINDS, N, config, decided, routed_layer
 
 IDS = torch.randint(3, 128, (3, 11), generator=torch.Generator().manual_seed(0))
+ALONE = [kind for kind in ROUTER_KINDS if kind != "hash"]  # work in a layer alone; test_hash_router.py has the other
 FOLD = ("linear", "attention-sum", "switch", "soft", "locmoe")
 
 
@@ -42,7 +43,7 @@ def model(kind: str, **own):
 
 
 @pytest.mark.parametrize(
-    "kind, mixing", [(kind, mixing) for kind in ROUTER_KINDS for mixing in ("output", "projection") if kind != "switch"]
+    "kind, mixing", [(kind, mixing) for kind in ALONE for mixing in ("output", "projection") if kind != "switch"]
     + [("switch", "projection")]
 )  # fmt: skip
 def test_layer_and_its_gradients_are_the_loops(kind, mixing):
@@ -137,7 +138,7 @@ def test_folded_gate_has_the_routers_logits(kind):
 
 @pytest.mark.parametrize("kind, reason", [
     ("mlp", "non-linearity"), ("attention-max", "'sum' folds"), ("attention-keys", "8 keys|2 keys"),
-    ("sigmoid", "sigmoids"), ("top_p", "varies"), ("threshold", "varies"), ("arrow", "absolute"),
+    ("sigmoid", "sigmoids"), ("top_p", "varies"), ("threshold", "varies"), ("hash", "token ids"), ("arrow", "absolute"),
 ])  # fmt: skip
 def test_what_does_not_fold_says_why(kind, reason):
     adapted = model(kind)
@@ -227,7 +228,7 @@ def test_kinds_that_leave_experts_out_can_do_with_one(kind):
 
 
 def test_autocast_leaves_routers_in_float32():
-    for kind in ROUTER_KINDS:
+    for kind in ALONE:
         made = routed_layer(kind).float().router("default")
         x = torch.randn(5, D)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -396,6 +397,11 @@ def test_a_subclass_says_itself_whether_it_is_a_linear_gate():
         linear_gate = True
 
     assert Other.linear_gate is False and Same.linear_gate is True and LinearRouter.linear_gate is True
+
+
+def test_salts_are_of_62_bits():
+    salts = torch.cat([make_router(16, 64, RouterSettings("hash")).salt for _ in range(4)])
+    assert salts.max() > 2**60 and len(salts.unique()) == len(salts)
 
 
 @pytest.mark.parametrize("d, n", [(16, 4), (17, 4), (18, 5), (33, 7), (5, 5), (3, 5)])

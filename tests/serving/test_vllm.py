@@ -271,6 +271,10 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
     ("settings", "message"),
     [
         (
+            {"router_type": "hash", "router_aux_loss_coef": 0.0},
+            "router_type='hash': vLLM's layers do not see token ids",
+        ),
+        (
             {"target_modules": ["mlp", "lm_head"], "num_experts_pattern": {"lm_head": 1}},
             "lm_head has LoRAs, but vLLM serves those on FFNs and on linears of FFNs",
         ),

@@ -79,9 +79,9 @@ def test_where_no_routers_train_one_line_says_so(tokenizer, tmp_path):
     own = {"router_learning_rate": ROUTERS}
     with pytest.raises(ValueError, match=r"router_learning_rate=0.1: training_stage='rest' trains no routers; set it"):
         make_trainer(tmp_path, tokenizer, training_stage="rest", **own)
-    pooled = make_model(router_type="locmoe")
+    by_hash = make_model(router_type="hash", router_aux_loss_coef=0.0)
     with pytest.raises(ValueError, match=r"router_learning_rate=0.1: these routers have no parameters; leave it out"):
-        make_trainer(tmp_path, tokenizer, pooled, **own)
+        make_trainer(tmp_path, tokenizer, by_hash, **own)
     frozen = make_model()
     for parameter in router_parameters(frozen).values():
         parameter.requires_grad_(False)

@@ -92,11 +92,12 @@ def test_the_trait_says_whether_a_router_has_parameters():
         assert bool(list(made.parameters())) == router.has_parameters, name
 
 
-def test_routers_without_parameters_are_not_trained_by_themselves(case):
-    own = {"adapter": {"router_type": "locmoe"}}
+@pytest.mark.parametrize("router", ["hash", "locmoe"])
+def test_routers_without_parameters_are_not_trained_by_themselves(router, case):
+    own = {"adapter": {"router_type": router}}
     for trains in (True, False):
         with pytest.raises(
-            ValueError, match=r"^adapter.router_type='locmoe': must be left out: stage 3 makes .*buckets=none$"
+            ValueError, match=rf"^adapter.router_type='{router}': must be left out: stage 3 makes .*buckets=none$"
         ):
             recipe(case, **own, router_init={"train_experts": trains})
     alone = r"^post_train: these routers have no parameters; use others: .* trains nothing else$"

@@ -147,7 +147,11 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
         ({"post_train": {"router": {"type": "mlp", "num_heads": 4}}}, "num_heads=4: router='mlp' has no use for it"),
         ({"post_train": {"router": {"type": "attention", "num_heads": 0}}}, "router_num_heads=0"),
         ({"post_train": {"router": {"type": "attention", "num_heads": "x"}}}, "post_train.router.num_heads='x'"),
-        ({"method": "self_moe", "post_train": {"router": {"type": "locmoe"}}}, "these routers have no parameters; use"),
+        (
+            {"post_train": {"router": {"type": "hash"}, "sft": {"router_z_loss_coef": 0.1}}},
+            "router_z_loss_coef=0.1: must",
+        ),
+        ({"method": "self_moe", "post_train": {"router": {"type": "hash"}}}, "these routers have no parameters; use"),
         (
             {"post_train": {"router": {"type": "attention", "num_heads": 3}}},
             "router_num_heads=3: must divide the base's",

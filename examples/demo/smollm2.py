@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from huggingface_hub.constants import HF_HOME
+from huggingface_hub.utils import WeakFileLock
 
 from moe_peft.utils.io import atomic_write
 from moe_peft.utils.messages import InputError, install
@@ -35,12 +36,15 @@ def smollm2_folder(cache: str | os.PathLike | None = None) -> Path:
         >>> AutoModelForCausalLM.from_pretrained(smollm2_folder())  # doctest: +SKIP
     """
     folder = Path(cache or Path(HF_HOME) / "moe_peft").expanduser() / NAME
-    if not folder.is_dir():
-        if importlib.util.find_spec("gguf") is None:
-            raise InputError(f"{NAME} is read from a GGUF file: {install('demo')}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
-            _convert(_download(Path(downloads)), partial)
+    if folder.is_dir():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError(f"{NAME} is read from a GGUF file: {install('demo')}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(folder.with_name(f".{NAME}.lock")):  # a second process waits for the first one's model
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
+                _convert(_download(Path(downloads)), partial)
     return folder
 
 

@@ -290,7 +290,9 @@ def _token_ids(router: Router, x_TD: torch.Tensor) -> torch.Tensor:
 
 
 def _is_checkpointed() -> bool:
-    """Return whether backward may run the current layer again. Reentrant checkpoints run without gradients, others set hooks."""
+    """
+    Return whether backward may run the current layer again: reentrant checkpoints turn gradients off, others set hooks.
+    """
     hooks = _top_saved_tensors_hooks(False)
     return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 

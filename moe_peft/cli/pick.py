@@ -127,9 +127,9 @@ def run(settings: PickSettings) -> None:
 def fit(settings: PickSettings) -> None:
     """Write the gate that the requests of `settings.data` make."""
     from ..combine.request_gate import RequestGate, read_neutral
-    from ..utils.io import output_folder
+    from ..utils.io import new_folder
 
-    with output_folder(settings.gate, "gate") as folder:
+    with new_folder(settings.gate, "gate") as folder:
         requests = requests_by_label(settings)
         neutral = read_neutral(settings.neutral)
         gate = RequestGate.fit(settings.base, requests, neutral, max_length=settings.max_length or 1024)

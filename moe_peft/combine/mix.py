@@ -31,9 +31,8 @@ from ..native.folders import (
 )
 from ..native.gate_sums import FILE as SUMS
 from ..native.gate_sums import KEPT, WAY, read_sums, renumbered, size_of_sums, write_sums
-from ..native.safetensors_io import new_folder
 from ..native.upcycle import mean_model
-from ..utils.io import read_json, write_json
+from ..utils.io import new_folder, read_json, write_json
 from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card

@@ -32,7 +32,7 @@ from ..adapter.ffn_layout import find_layout
 from ..models.introspection import base_model, base_passes, counted_tokens, text_config
 from ..native.folders import DenseFolder, NativeFolder, WholeModel, open_folder, open_model
 from ..utils.io import read_text, reading
-from ..utils.loading import check_loaded, read_tokenizer
+from ..utils.loading import NO_CODE, check_loaded, read_tokenizer
 from ..utils.messages import InputError, choice_error
 
 FILE = "request_gate.safetensors"
@@ -491,7 +491,7 @@ def first_layers(folder: WholeModel, dtype: str = "auto") -> Any:
         with reading(folder):
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder.path, config=config, dtype=dtype, revision=folder.revision, use_safetensors=True,
-                output_loading_info=True, ignore_mismatched_sizes=True,
+                output_loading_info=True, ignore_mismatched_sizes=True, **NO_CODE,
             )  # fmt: skip
     finally:
         transformers.logging.set_verbosity(verbosity)

@@ -31,6 +31,7 @@ from ..utils.loading import (
     ADAPTER_CONFIG,
     CONFIG,
     EXPERT_COUNTS,
+    NO_CODE,
     adapter_weights,
     check_causal,
     check_loaded,
@@ -424,7 +425,7 @@ class WholeModel(ModelFolder):
             check_weights(Path(self.path), self)
         if options.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
             options.setdefault("device_map", {"": PartialState().device})
-        options |= {"revision": self.revision or "main", "use_safetensors": True}
+        options |= {"revision": self.revision or "main", "use_safetensors": True, **NO_CODE}
         with reading(self):
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.path, output_loading_info=True, ignore_mismatched_sizes=not has_routers, **options

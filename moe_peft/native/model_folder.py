@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.logging import tqdm
 
-from ..utils.io import read_json
+from ..utils.io import new_folder, read_json
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from .families import Content, MoEFamily
 from .moe_config import backbone_shapes
-from .safetensors_io import ShardedWriter, new_folder
+from .safetensors_io import ShardedWriter
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GENERATION_CONFIG = "generation_config.json"

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ..utils.io import INDEX, atomic_write, open_safetensors, output_folder, weight_files
+from ..utils.io import INDEX, open_safetensors, weight_files
 from ..utils.messages import InputError
 
 # Safetensors' names of dtypes.
@@ -144,11 +142,3 @@ class ShardedWriter:
         missing = [name for name, left in self._left.items() if left]
         if kind is None and missing:
             raise RuntimeError(f"not completely written: {missing[:3]} and {max(0, len(missing) - 3)} more")
-
-
-@contextmanager
-def new_folder(output_dir: str | os.PathLike) -> Iterator[Path]:
-    """A folder to fill, which gets its final name only when the block succeeds."""
-    with output_folder(output_dir, "output_dir") as folder, atomic_write(folder.absolute()) as partial:
-        partial.mkdir()
-        yield partial

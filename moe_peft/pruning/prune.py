@@ -14,8 +14,7 @@ from ..analysis.inputs import load_rows
 from ..models.model_size import ModelSize, model_size
 from ..models.steering import Expert, indices_of
 from ..native.folders import MoELoraFolder, NativeFolder, open_folder
-from ..native.safetensors_io import new_folder
-from ..utils.io import write_json
+from ..utils.io import new_folder, write_json
 from ..utils.messages import InputError
 from ..utils.model_card import plain, write_model_card
 from ..utils.torch_contexts import free_memory

@@ -109,7 +109,7 @@ class Router(nn.Module):
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialize it from the base's attention
-    needs_token_ids: ClassVar[bool] = False  # whether `logits` also gets the token ids [T]
+    needs_token_ids: ClassVar[bool] = False  # whether it computes `token_logits`, from hidden states and token ids
     is_constant: ClassVar[bool] = False  # whether training cannot change its logits, so losses on them are constants
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
     reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
@@ -134,14 +134,12 @@ class Router(nn.Module):
     def make(self) -> None:
         """Create and initialize the parameters."""
 
-    def logits(self, x_TD: torch.Tensor, *token_ids_T: torch.Tensor) -> torch.Tensor:
-        """
-        Return router logits [T, n].
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Router logits [T, n] of float32 (or float64) inputs [T, d]."""
+        raise NotImplementedError
 
-        Args:
-            x_TD: hidden states [T, d], float32 or float64.
-            token_ids_T: with `needs_token_ids`, the token ids [T], one tensor.
-        """
+    def token_logits(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return router logits [T, n] of inputs [T, d] and their token ids [T]. Only with `needs_token_ids`."""
         raise NotImplementedError
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,18 +160,32 @@ class Router(nn.Module):
             hidden_states: [..., d].
             token_ids: [...], for routers with `needs_token_ids`.
         """
-        if self.needs_token_ids and token_ids is None:
-            raise InputError(f"router_type={self.settings.type!r}: token_ids=None: call the model with input_ids")
-        ids = (token_ids.reshape(-1),) if self.needs_token_ids and token_ids is not None else ()
         stored_TD = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
         x_TD = stored_TD if stored_TD.dtype in (torch.float32, torch.float64) else stored_TD.float()
         noise = self.settings.jitter_noise
         if self.training and noise:
             stored_TD = x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
         if not (torch.is_grad_enabled() or is_autocast(x_TD)):  # decoding: the contexts would take as long as a product
-            return self.logits(x_TD, *ids)
+            return self._checked_logits(x_TD, token_ids)
         with without_autocast(x_TD), _saved_as(stored_TD, x_TD):
-            return self.logits(x_TD, *ids)
+            return self._checked_logits(x_TD, token_ids)
+
+    def _checked_logits(self, x_TD: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits. A router of a user's own that gives other shapes would leave out experts silently."""
+        kind = f"router_type={self.settings.type!r}"
+        if not self.needs_token_ids:
+            logits_TN = self.logits(x_TD)
+        elif token_ids is None:
+            raise InputError(f"{kind}: token_ids=None: call the model with input_ids")
+        else:
+            logits_TN = self.token_logits(x_TD, token_ids.reshape(-1))
+        if logits_TN.dim() != 2 or logits_TN.shape[1] != self.num_experts:
+            raise InputError(f"{kind}: its logits are {list(logits_TN.shape)}, must be [T, {self.num_experts}]")
+        if logits_TN.dtype != x_TD.dtype:
+            raise InputError(
+                f"{kind}: its logits are {logits_TN.dtype}, must be {x_TD.dtype}; cast weights to the input's"
+            )
+        return logits_TN
 
     @torch.no_grad()
     def fold(self, k: int = 1, normalize: bool = False) -> torch.Tensor:
@@ -473,9 +485,9 @@ class HashRouter(Router):
         self.salt: torch.Tensor
         self.register_buffer("salt", torch.randint(2**62, (self.num_experts,)))
 
-    def logits(self, x_TD: torch.Tensor, *token_ids_T: torch.Tensor) -> torch.Tensor:
+    def token_logits(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
         # splitmix64 without its last step, which does not reach the bits below. Products of int64 wrap around.
-        hash_TN = token_ids_T[0].to(self.salt.device).unsqueeze(1).long() + self.salt
+        hash_TN = token_ids_T.to(self.salt.device).unsqueeze(1).long() + self.salt
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
         # Keep 24 bits, which float32 holds exactly. The lowest of them are the expert's index, so no logits are equal.

@@ -26,7 +26,7 @@ from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
 from ..training.scoring import to_device
 from ..utils.distributed import on_main_process
-from ..utils.loading import empty_model, without_zero3
+from ..utils.loading import NO_CODE, empty_model, without_zero3
 from ..utils.messages import InputError
 from ..utils.validation import prefixed
 from .expand import expand_checkpoints
@@ -192,7 +192,7 @@ class DenseExperts(ExpertKind):
 
     def planned(self, base: PreTrainedModel) -> PreTrainedModel:
         with base.device:
-            native = AutoModelForCausalLM.from_config(self._config(base.config), dtype=base.dtype)
+            native = AutoModelForCausalLM.from_config(self._config(base.config), dtype=base.dtype, **NO_CODE)
         self.put_routers(native)
         return native
 

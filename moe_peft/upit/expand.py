@@ -17,6 +17,7 @@ from ..native.families import find_families
 from ..native.folders import LoraFolder, open_folder
 from ..native.model_folder import NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
+from ..utils.loading import NO_CODE
 from ..utils.messages import InputError
 from .expansion import Descent, Expansion, Similarity, dare_tensor, expand
 from .files import copy_adapter, expert_folders, link_model, mean_weight, write_adapter
@@ -152,7 +153,7 @@ def expand_checkpoints(
         the n folders, and the descent of each new expert.
     """
     folders = expert_folders(Path(output_dir), num_experts, experts)
-    origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base)
+    origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base, **NO_CODE)
     names = sorted(find_families(config.model_type)[0].ffn_shapes(config))
     displacements = [_Displacements(Path(folder), origin, names) for folder in experts]
     new_folders = iter(folders[len(experts) :])

@@ -437,10 +437,15 @@ class Recipe(Settings):
                 check_router(RouterSettings(**self.post_train.router), *self.routed)
         if not self._router.has_parameters and not self.trains_experts:
             raise InputError("post_train: these routers have no parameters; use others: stage 4 trains nothing else")
-        if self._router.needs_token_ids and {**self.sft, **self.post_train.sft}.get("gradient_checkpointing", True):
+        sft = {**self.sft, **self.post_train.sft}
+        has_labels = float(sft.get("expert_map") is not None)
+        for name, usual in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", has_labels)):
+            if self._router.is_constant and (value := sft.get(name, usual)):
+                raise InputError(f"post_train.sft.{name}={value!r}: must be 0 for routers that cannot be trained")
+        if self._router.needs_token_ids and sft.get("gradient_checkpointing", True):
             raise InputError(
-                "post_train.sft.gradient_checkpointing=True: must be false for routers that read token ids: layers that "
-                "run again have none"
+                "post_train.sft.gradient_checkpointing=True: must be false for routers that read token ids, as layers "
+                "that run again have none"
             )
         unlabeled = self.expert_map is not None and self.data.label_column is None
         self._forbid("data.label_column", unlabeled, "set for post_train.sft.expert_map")

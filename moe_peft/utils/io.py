@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 from huggingface_hub.utils import WeakFileLock
 from safetensors import safe_open
 
@@ -44,6 +47,8 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
         if out_of_memory(error):
             raise
         text = one_line(error)
+        if "trust_remote_code" in text:  # whose advice is to run the code
+            text = "comes with code of its own, which is never run; use a model of transformers' own classes"
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
         raise InputError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
@@ -171,22 +176,75 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     Write a file or a folder completely or not at all.
 
     Yields a hidden path beside `path`, to write to. It is renamed to `path` when the block ends, and removed if the
-    block raises; until then, what `path` held stays.
+    block raises; until then, what `path` held stays. If several processes write one path, each has a hidden path of its
+    own, and the last to end wins.
     """
     path = Path(path)
-    partial, former = (path.with_name(f".{path.name}.{word}") for word in ("partial", "former"))
-    remove(partial)
-    if former.exists() and not path.exists():
-        former.rename(path)  # left by a process that was killed between the two renames
+    _clean_up(path)
+    partial, former = (_hidden(path, word) for word in ("partial", "former"))
     try:
         yield partial
-        if partial.is_dir() and path.exists():
-            remove(former)
-            path.rename(former)
-        partial.replace(path)
-        remove(former)
+        while True:  # a folder can only be renamed to a free name, which another process may take first
+            if partial.is_dir() and path.exists():
+                with suppress(FileNotFoundError):
+                    path.rename(former)
+            try:
+                partial.replace(path)
+                break
+            except OSError:
+                if not (partial.is_dir() and path.is_dir()):
+                    raise
+            finally:
+                remove(former)
     finally:
         remove(partial)
+
+
+_HOST = f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _hidden(path: Path, word: str) -> Path:
+    """Return a name beside `path` that no other running process uses."""
+    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}.{word}")
+
+
+def _clean_up(path: Path) -> None:
+    """Remove the hidden paths that killed processes of this machine left beside `path`. Put back a renamed folder."""
+    left = re.compile(rf"\.{re.escape(path.name)}\.{_HOST}-(\d+)\.(partial|former)")
+    for entry in list(path.parent.iterdir()) if path.parent.is_dir() else ():
+        match = left.fullmatch(entry.name)
+        if match is None or (int(match[1]) != os.getpid() and psutil.pid_exists(int(match[1]))):
+            continue
+        if match[2] == "former" and not path.exists():  # killed between the two renames
+            entry.rename(path)
+        else:
+            remove(entry)
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike, field: str = "output_dir") -> Iterator[Path]:
+    """
+    Write a folder completely or not at all. It is new, or an empty one that may be a link or a mount point.
+
+    Args:
+        field: the field that names it, for messages.
+    """
+    with output_folder(path, field) as folder:
+        folder = folder.resolve()  # a link stays, and its target is replaced
+        if not os.path.ismount(folder):
+            with atomic_write(folder) as partial:
+                partial.mkdir()
+                yield partial
+            return
+        partial = folder / _PARTIAL  # a mount point cannot be renamed
+        try:
+            remove(partial)
+            partial.mkdir()
+            yield partial
+            for entry in sorted(partial.iterdir(), key=lambda entry: entry.name.endswith("config.json")):  # these last
+                entry.rename(folder / entry.name)
+        finally:
+            remove(partial)
 
 
 def remove(path: Path) -> None:
@@ -241,7 +299,7 @@ def link_folder(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=link_weights)
 
 
-_LOCK = ".lock"
+_LOCK, _PARTIAL = ".lock", ".partial"
 
 
 @contextmanager
@@ -274,7 +332,9 @@ def output_folder(
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder / _LOCK, setting):
-            if any(entry.name != _LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
+            if any(entry.name not in (_LOCK, _PARTIAL) for entry in folder.iterdir()) and not (
+                is_ours and is_ours(folder)
+            ):
                 raise InputError(f"{setting}: is not empty; {remedy}")
             before = {*folder.iterdir()}
             try:

@@ -42,6 +42,9 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 _LARGEST_SIZE, _MOST_LAYERS = 2**16, 10_000
 _PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
+# For every load through one of transformers' Auto classes: left out, the class asks on stdin whether to run the code in
+# a model's folder, and runs it.
+NO_CODE = {"trust_remote_code": False}
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -211,7 +214,7 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
         values = PreTrainedConfig.get_config_dict(os.fspath(name), revision=revision or "main")[0]
     _check_counts(values, source)
     with reading(source):
-        config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
+        config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main", **NO_CODE)
     _check_experts(config, source)
     return config
 
@@ -234,7 +237,7 @@ def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -
     """
     check_causal(config, source)
     with reading(source), without_zero3(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
+        return AutoModelForCausalLM.from_config(config, **NO_CODE, **({} if dtype == "auto" else {"dtype": dtype}))
 
 
 @contextmanager
@@ -254,7 +257,7 @@ def read_tokenizer(name: str | os.PathLike, source: object, revision: str | None
         ValueError: there is none, or it cannot be read.
     """
     with reading(f"{source}: no tokenizer", "save the model's tokenizer in its folder"):
-        return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main")
+        return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main", **NO_CODE)
 
 
 def check_tokenizer(tokenizer: Any, config: PreTrainedConfig | None, source: object) -> None:

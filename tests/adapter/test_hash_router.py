@@ -157,7 +157,7 @@ def test_saved_and_loaded_it_routes_alike(tmp_path):
     torch.testing.assert_close(again(input_ids=IDS).logits, adapted(input_ids=IDS).logits, rtol=0, atol=0)
     half = copy.deepcopy(adapted).bfloat16()
     assert all(torch.equal(a.salt, b.salt) for a, b in zip(routers(half), routers(adapted), strict=True))
-    with pytest.raises(ValueError, match=r"router_type='hash' does not fold .*: it routes by token ids"):
+    with pytest.raises(ValueError, match=r"router_type='hash' does not fold .* token ids"):
         export_adapter(tmp_path / "adapter", tmp_path / "moe")
     assert not (tmp_path / "moe").exists()
 
@@ -233,5 +233,5 @@ def test_without_token_ids_it_is_refused_in_one_line():
 def test_a_loss_on_routers_that_cannot_learn_is_refused(own, field, tokenizer, tmp_path):
     args = MoESFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", **own)
     rows = Dataset.from_list([{"text": "w1 w2", "domain": name} for name in ("a", "b")])
-    with pytest.raises(ValueError, match=rf"{field}: these routers go by token ids, so the loss is a constant; set"):
+    with pytest.raises(ValueError, match=rf"{field}: .*the loss is a constant"):
         MoESFTTrainer(model(), args=args, train_dataset=rows, processing_class=tokenizer)

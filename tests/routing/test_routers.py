@@ -15,7 +15,8 @@ from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.native import export_adapter
 from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
-from moe_peft.routing.routers import ROUTERS, LinearRouter, RouterSettings, make_router
+from moe_peft.routing.routers import ROUTERS, LinearRouter, Router, RouterSettings, make_router
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.expert_layers import D, tensors
 from tests.helpers.models import tiny_llama
@@ -409,3 +410,56 @@ def test_locmoes_parts_are_those_of_adaptive_pooling(d, n):
     x = torch.randn(6, d, dtype=torch.float64)
     expected = torch.nn.functional.adaptive_avg_pool1d(x, n)
     assert_near(make_router(d, n, RouterSettings("locmoe"))(x), expected)
+
+
+class Short(LinearRouter):
+    def logits(self, x_TD):
+        return super().logits(x_TD)[:, :-1]
+
+
+class Long(LinearRouter):
+    def logits(self, x_TD):
+        return torch.cat([super().logits(x_TD)] * 2, dim=1)
+
+
+class Flat(LinearRouter):
+    def logits(self, x_TD):
+        return super().logits(x_TD).flatten()
+
+
+class Half(LinearRouter):
+    def logits(self, x_TD):
+        return super().logits(x_TD).bfloat16()
+
+
+@pytest.mark.parametrize("router", [Short, Long, Flat, Half])
+def test_a_router_of_a_users_own_with_other_logits_is_refused(router, monkeypatch):
+    monkeypatch.setitem(ROUTERS, "mine", router)
+    with pytest.raises(InputError, match=r"router_type='mine': its logits are .*, must be"):
+        make_router(16, 4, RouterSettings("mine"))(torch.randn(5, 16))
+
+
+class ByToken(Router):
+    """Learned logits of each token id, plus a linear gate."""
+
+    needs_token_ids = True
+
+    def make(self):
+        self.weight = torch.nn.Parameter(torch.randn(self.num_experts, self.hidden_size))
+        self.rows = torch.nn.Parameter(torch.randn(128, self.num_experts))
+
+    def token_logits(self, x_TD, token_ids_T):
+        return x_TD @ self.weight.T.to(x_TD.dtype) + self.rows[token_ids_T].to(x_TD.dtype)
+
+
+def test_a_router_of_a_users_own_reads_token_ids_and_learns(monkeypatch):
+    monkeypatch.setitem(ROUTERS, "mine", ByToken)
+    model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=4, router_type="mine", task_type="CAUSAL_LM"))
+    ids = torch.randint(3, 128, (2, 9))
+    model(input_ids=ids, labels=ids, output_router_logits=True).loss.backward()
+    for module in model.modules():
+        if isinstance(module, ByToken):
+            used = module.rows.grad.abs().sum(1) > 0
+            assert used.nonzero().flatten().tolist() == ids.unique().tolist() and module.weight.grad.any()
+            with pytest.raises(InputError, match="router_type='mine' does not fold"):
+                module.fold()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import moe_peft
-from moe_peft.utils.io import atomic_write, hash_file, output_folder, write_json
+from moe_peft.utils.io import atomic_write, hash_file, new_folder, output_folder, write_json
 from moe_peft.utils.messages import InputError
+from tests.helpers import warm
 
 
 def names(folder):
@@ -40,12 +44,80 @@ def test_what_was_there_stays_if_the_new_one_is_not_written(tmp_path):
     assert names(tmp_path) == ["folder", "folder/old"]
 
 
-def test_a_process_that_was_killed_between_the_names_loses_nothing(tmp_path):
-    (tmp_path / ".folder.former").mkdir()
-    (tmp_path / ".folder.former" / "old").write_text("old")
+def _killed(path: Path, moment: str) -> None:
+    """Die at a moment of writing a folder: "block", or between the two renames."""
+    if moment == "renames":
+        Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
+    with atomic_write(path) as partial:
+        partial.mkdir()
+        (partial / "new").write_text("half")
+        if moment == "block":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["block", "renames"])
+def test_a_process_that_was_killed_loses_nothing_and_leaves_nothing(moment, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").write_text("old")
+    process = warm.start(_killed, tmp_path / "folder", moment)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and len(names(tmp_path)) > 2
     with pytest.raises(OSError), atomic_write(tmp_path / "folder"):
         raise OSError
     assert names(tmp_path) == ["folder", "folder/old"]
+
+
+def _write(path: Path, text: str, is_folder: bool, started: Any, go: Any) -> None:
+    with atomic_write(path) as partial:
+        if is_folder:
+            partial.mkdir()
+        started.set()
+        for i in range(3):
+            with (partial / "file" if is_folder else partial).open("a", encoding="utf-8") as file:
+                file.write(text * 1000)
+            if i == 0:
+                assert go.wait(300)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_two_processes_that_write_one_path_each_write_all_of_theirs(is_folder, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    path, go = tmp_path / "out", context.Event()
+    started = [context.Event(), context.Event()]
+    processes = [
+        warm.start(_write, path, text, is_folder, began, go) for text, began in zip("ab", started, strict=True)
+    ]
+    assert all(began.wait(300) for began in started)
+    go.set()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    content = (path / "file" if is_folder else path).read_text("utf-8")
+    assert content in ("a" * 3000, "b" * 3000)
+    assert names(tmp_path) == (["out", "out/file"] if is_folder else ["out"])
+
+
+@pytest.mark.parametrize("kind", ["new", "empty", "link", "mount point"])
+def test_a_new_folder_is_written_where_its_name_points(kind, tmp_path, monkeypatch):
+    out, disk = tmp_path / "out", tmp_path / "disk"
+    if kind != "new":
+        disk.mkdir()
+        out.symlink_to(disk) if kind == "link" else out.mkdir()
+    if kind == "mount point":
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+        (out / ".partial").mkdir()  # of a run that was killed
+    inode = out.stat().st_ino if kind == "mount point" else None
+    with pytest.raises(KeyboardInterrupt), new_folder(out) as folder:
+        (folder / "config.json").write_text("half")
+        raise KeyboardInterrupt
+    with new_folder(out) as folder:
+        (folder / "config.json").write_text("all")
+        assert not (out / "config.json").exists()
+    assert names(out) == ["config.json"] and (out / "config.json").read_text() == "all"
+    if kind == "link":
+        assert out.is_symlink() and names(disk) == ["config.json"]
+    assert inode in (None, out.stat().st_ino)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_text_is_utf_8_whatever_the_locale():

@@ -32,6 +32,7 @@ from moe_peft.cli.settings import SettingsParser
 from moe_peft.combine.request_gate import RequestGate
 from moe_peft.models.gate_init import init_gates
 from moe_peft.models.gates import uniform_gates
+from moe_peft.models.introspection import greedy_decoding
 from moe_peft.models.steering import force_experts
 from moe_peft.native import export_adapter, export_gguf
 from moe_peft.training.preparation import calibration_batches
@@ -327,9 +328,8 @@ def _generate(model: Any, prompts: Sequence[Conversation], tokenizer: PreTrained
             list(prompts[start : start + 40]), add_generation_prompt=True, padding=True,
             tokenizer_kwargs={"padding_side": "left"}, return_tensors="pt", return_dict=True,
         ).to(model.device)  # fmt: skip
-        tokens = model.generate(
-            **batch, max_new_tokens=_LONGEST_ANSWER, do_sample=False, pad_token_id=tokenizer.pad_token_id
-        )
+        with greedy_decoding(model):
+            tokens = model.generate(**batch, max_new_tokens=_LONGEST_ANSWER, pad_token_id=tokenizer.pad_token_id)
         answers += tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return [answer.strip() for answer in answers]
 

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..analysis.markup import STYLE, Pieces, legend, painted
 from ..analysis.routes import Routes, record_routes
-from ..models.introspection import end_tokens, expert_names, text_config
+from ..models.introspection import end_tokens, expert_names, greedy_decoding, text_config
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts, serve_alone
 from ..utils.messages import InputError, choice_error, one_line
@@ -313,13 +313,13 @@ class Conversation:
 
     def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run, routing: AbstractContextManager) -> None:
         """A token is routed when it is read, so one more is generated and left out: often the end token."""
-        choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
-        if self.temperature == 0:
-            choose = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")) | {"do_sample": False}
+        samples = self.temperature > 0
+        choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature} if samples else {}
         ends = end_tokens(self.model, self.tokenizer)
         pad = self.tokenizer.pad_token_id
         try:
-            with routing, record_routes(self.model) as tape:
+            decoding = nullcontext() if samples else greedy_decoding(self.model)
+            with routing, decoding, record_routes(self.model) as tape:
                 self.model.generate(
                     input_ids=prompt_1S,
                     attention_mask=torch.ones_like(prompt_1S),

@@ -18,7 +18,7 @@ from transformers.utils.logging import tqdm
 from ..adapter.lora_conversion import averaged_linears
 from ..analysis.recorder import RoutingStatistics
 from ..models.gates import uniform_gates
-from ..models.introspection import end_tokens, observed_routing
+from ..models.introspection import end_tokens, greedy_decoding, observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts, serve_alone
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
@@ -58,10 +58,10 @@ class Judge:
         length, end = max(map(len, prompts)), ends[0]
         ids_RS = torch.tensor([[end] * (length - len(ids)) + ids for ids in prompts], device=model.device)
         mask_RS = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
-        with evaluating(model):
+        with evaluating(model), greedy_decoding(model):
             ids_RS = model.generate(
-                input_ids=ids_RS, attention_mask=mask_RS, max_new_tokens=self.max_new_tokens, do_sample=False,
-                eos_token_id=ends, pad_token_id=end,
+                input_ids=ids_RS, attention_mask=mask_RS, max_new_tokens=self.max_new_tokens, eos_token_id=ends,
+                pad_token_id=end,
             )  # fmt: skip
         made = [list(takewhile(lambda token: token not in ends, ids)) for ids in ids_RS[:, length:].tolist()]
         answers = self.tokenizer.batch_decode(made, skip_special_tokens=True)

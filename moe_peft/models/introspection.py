@@ -17,6 +17,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers import GenerationConfig
 
 from ..adapter import router_outputs
 from ..adapter.router_recorder import Choice, Collection, observing
@@ -48,6 +49,22 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end an answer: those of the model, and the tokenizer's, which training may have changed."""
     ends = base_model(model).generation_config.eos_token_id
     return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
+
+
+@contextmanager
+def greedy_decoding(model: Any) -> Iterator[None]:
+    """
+    Decode greedily inside the block: of the checkpoint's generation config, `model.generate` reads the special tokens
+    alone, and no beams, penalties or sampling.
+    """
+    inner = base_model(model)
+    usual = inner.generation_config
+    tokens = {name: getattr(usual, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    inner.generation_config = GenerationConfig(do_sample=False, num_beams=1, **tokens)
+    try:
+        yield
+    finally:
+        inner.generation_config = usual
 
 
 def expert_names(model: Any) -> list[str] | None:

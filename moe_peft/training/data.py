@@ -8,6 +8,7 @@ import glob
 import json
 import math
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -306,7 +307,7 @@ _ROW_FORMATS: tuple[tuple[tuple[str, ...], ...], ...] = (
 # Columns with a value for each token.
 _OF_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks", "token_labels")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ORDERS = 100  # of roles, which are put through the chat template
+_KINDS = 100  # of conversations, which are put through the chat template
 IGNORED = -100  # the label of tokens without a language loss
 
 
@@ -325,18 +326,21 @@ def check_rows(
         tokenizer: whose chat template conversations go through.
         label_column: a column whose values must be labels.
         other_template: the one that conversations go through instead.
+
+    Raises:
+        ValueError: a row is in no format that trainers take, or the chat template leaves out a part of a message.
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
     template = other_template or getattr(tokenizer, "chat_template", None)
-    orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
+    kinds: dict[tuple, tuple[str, list[dict[str, Any]], Any]] = {}  # of conversations, each with its first row
     size = len(tokenizer)
     kept = {key for part in parts for key in part}
     of_tokens = columns & set(_OF_TOKENS)
     if of_tokens and parts != (("input_ids",),):
         name = min(of_tokens)
         raise InputError(f"{field}: column {name!r}: trainers treat a column of this name as token values; rename it")
-    kept |= of_tokens
+    kept |= of_tokens | ({"tools"} & columns)
     if label_column:
         check_labels(dataset, field, label_column)
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
@@ -350,16 +354,62 @@ def check_rows(
             messages = [
                 message for key in part for message in _messages(f"{where}: {key}", key, row[key], template, size)
             ]
-            if messages and len(orders) < _ORDERS:
-                orders.setdefault(tuple(message["role"] for message in messages), (where, messages))
+            if messages and len(kinds) < _KINDS:
+                kinds.setdefault(tuple(map(_kind, messages)), (where, messages, row.get("tools")))
         if len({isinstance(row[key], str) for part in parts for key in part}) > 1:
             keys = ", ".join(key for part in parts for key in part)
             raise InputError(f"{where}: {keys}: must all be strings, or all conversations")
-    if orders and template is None:
+    if kinds and template is None:
         raise InputError(f"{field}: has conversations, but the tokenizer has no chat template; set chat_template_path")
-    for roles, (where, messages) in orders.items():
-        with reading(f"{where}: the chat template does not take messages of {', '.join(roles)}"):
-            tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+    for where, messages, tools in kinds.values():
+        roles = ", ".join(message["role"] for message in messages)
+        with reading(f"{where}: the chat template does not take messages of {roles}"):
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            chat = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, chat_template=other_template)
+        for number, message in enumerate(messages, 1):
+            if lost := _left_out(message, chat, number == len(messages)):
+                raise InputError(
+                    f"{where}: message {number}, of the role {message['role']!r}: the chat template leaves out its "
+                    f"{lost}; use one that has it (chat_template_path), or change the message"
+                )
+
+
+def _kind(message: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a chat template may decide by: the role, and the parts that a message has."""
+    content, parts = message.get("content"), sorted(name for name in message if message[name])
+    return (message["role"], type(content).__name__, str("</think>" in str(content)), *parts)
+
+
+def _left_out(message: dict[str, Any], chat: str, is_last: bool) -> str | None:
+    """Return the name of the first part of a message that is not in the chat that a template made; None: all are."""
+    text = "".join(chat.split())  # templates strip texts
+
+    def lacks(part: str) -> bool:
+        forms = [
+            part,
+            json.dumps(part, ensure_ascii=False)[1:-1],
+            json.dumps(part)[1:-1],
+        ]  # results of tools are quoted
+        forms += (
+            [] if is_last else [part.rpartition("</think>")[2]]
+        )  # many templates drop the thoughts of earlier turns
+        return all("".join(form.split()) not in text for form in forms)
+
+    content = message.get("content")
+    if isinstance(content, str) and lacks(content):
+        return f"content {one_line(content, 40)!r}"
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if "".join(str(content).split()) in text or any(isinstance(part, str) and lacks(part) for part in texts):
+            return "content, which is a list"
+    thoughts = message.get("reasoning_content")
+    if is_last and isinstance(thoughts, str) and lacks(thoughts):
+        return "reasoning_content"
+    for call in message.get("tool_calls") or ():
+        name = (call.get("function") or call).get("name")
+        if isinstance(name, str) and lacks(name):
+            return f"tool_calls of {name!r}"
+    return None
 
 
 def check_labels(dataset: Dataset, field: str, column: str) -> None:
@@ -392,7 +442,8 @@ def _message(cell: str, message: Any, template: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
     role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or (role not in _ROLES and role not in str(template)):
+    quoted = "" if not isinstance(role, str) or role in _ROLES else rf"['\"]{re.escape(role)}['\"]"
+    if not isinstance(role, str) or not re.search(quoted, str(template)):
         raise InputError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
         raise InputError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")

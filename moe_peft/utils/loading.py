@@ -283,8 +283,10 @@ def chat_template(path: str | None, field: str) -> str | None:
     if Path(path).is_file():
         return read_text(path, source)
     template = read_tokenizer(path, source).chat_template
+    if isinstance(template, dict):  # the one that conversations without tools go through
+        template = template.get("default")
     if template is None:
-        raise InputError(f"{source}: a tokenizer without a chat template; name another, or a file")
+        raise InputError(f"{source}: a tokenizer without a (default) chat template; name another, or a file")
     return template
 
 

@@ -18,12 +18,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """
-    Set evaluation mode inside the block, except for quantized linears: a 4-bit linear of bitsandbytes that runs in
+    Set evaluation mode inside the block, but training mode for bitsandbytes' linears: a 4-bit linear that runs in
     evaluation mode on a CPU repacks its weight for inference, and gradients no longer pass through it.
     """
     modes = [(part, part.training) for part in module.modules()]
     for part, _ in modes:
-        part.training = isinstance(part, nn.Linear) and type(part) is not nn.Linear
+        part.training = any(kind.__module__.startswith("bitsandbytes.") for kind in type(part).__mro__)
     try:
         yield
     finally:

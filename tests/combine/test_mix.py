@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_expert
 from moe_peft.analysis.inspect import inspect_model
@@ -473,6 +473,26 @@ def test_the_experts_have_their_names_wherever_the_mixture_goes(mixed, case, tmp
     assert expert_names(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) == [*DOMAINS]
 
 
+@pytest.fixture
+def penalties(case):
+    """A base whose generation config asks for beams and penalties."""
+    own = case / "base" / "generation_config.json"
+    before = own.read_bytes()
+    GenerationConfig(
+        num_beams=3, repetition_penalty=9.0, no_repeat_ngram_size=1, suppress_tokens=[9], eos_token_id=1
+    ).save_pretrained(case / "base")
+    yield
+    own.write_bytes(before)
+
+
+def greedy(model, ids, count, end):
+    """Token by token, without `generate`."""
+    made = []
+    while len(made) < count and end not in made:
+        made.append(int(model(input_ids=torch.tensor([ids + made])).logits[0, -1].argmax()))
+    return made
+
+
 def test_right_answers_are_those_of_greedy_decoding(case, tmp_path, tokenizer):
     rows_of = [{"prompt": row["text"], "completion": " w9", "domain": row["domain"]} for row in rows(24)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows_of)))
@@ -484,14 +504,13 @@ def test_right_answers_are_those_of_greedy_decoding(case, tmp_path, tokenizer):
     ).split()
     right = dict.fromkeys(DOMAINS, 0.0)
     for row in held_out:
-        prompt = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
         expected = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        made = model.generate(input_ids=prompt, max_new_tokens=len(expected), do_sample=False)[0, prompt.shape[1] :]
-        right[DOMAINS[row["expert"]]] += (made.tolist() == expected) / 4
+        made = greedy(model, tokenizer(row["prompt"])["input_ids"], len(expected), tokenizer.eos_token_id)
+        right[DOMAINS[row["expert"]]] += (made == expected) / 4
     assert {name: measured.right["ridge gates"][name] for name in DOMAINS} == right
 
 
-def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, tokenizer, monkeypatch):
+def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, tokenizer, monkeypatch, penalties):
     """It gets the text that each way generates, and the row."""
     rows_of = [{"prompt": row["text"], "completion": " w9", "domain": row["domain"]} for row in rows(24)]
     for name, content in (("data", rows_of), ("test", rows_of[:6])):
@@ -517,13 +536,8 @@ def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, t
         model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval() if model is None else model
         expected = {label: [] for label in DOMAINS}
         for row in rows_of[:6]:
-            ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
-            with torch.no_grad():
-                made = model.generate(
-                    input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=tokenizer.eos_token_id,
-                    pad_token_id=tokenizer.eos_token_id,
-                )  # fmt: skip
-            answer = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+            made = greedy(model, tokenizer(row["prompt"])["input_ids"], 3, tokenizer.eos_token_id)
+            answer = tokenizer.decode(made, skip_special_tokens=True)
             assert (row["prompt"], " w9", answer) in seen
             expected[row["domain"]].append(len(answer + row["prompt"]) % 2 == 0)
         shares = {label: sum(of) / len(of) for label, of in expected.items()}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from contextlib import nullcontext
 
 import pytest
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from moe_peft.training.data import PREFERENCES, check_marks, load_data
+from moe_peft.training.data import PREFERENCES, check_marks, check_rows, load_data
+from moe_peft.utils.messages import InputError
 
 DATES = ["1987-04-11", "2024-12-01", "1999-01-31"]
 
@@ -103,3 +107,59 @@ def test_a_question_that_would_not_be_read_is_refused(tmp_path):
         loaded(tmp_path, pair, formats=PREFERENCES)
     with pytest.raises(ValueError, match=r"history: \['hi', None\]: must be a request and its answer"):
         loaded(tmp_path, {"instruction": "a", "output": "b", "history": [["hi", None]]})
+
+
+# Roles that the template has a branch for; its tools are written as `<tool_call>`, which is no role of its own.
+BRANCHES = """{% for m in messages %}{% if m['role'] in ('system', 'user') %}{{ m['role'] }}: {{ m['content'] | trim }}
+{% elif m['role'] == 'assistant' %}assistant: {% if loop.last and m['reasoning'] %}{{ m['reasoning'] }}{% endif -%}
+{{ m['content'].split('</think>')[-1] if m['content'] else '' }}{% for call in m['tool_calls'] or [] %}
+<tool_call>{{ call['function']['name'] }}</tool_call>{% endfor %}
+{% elif m['role'] == 'tool' %}tool: {{ m['content'] | tojson }}
+{% endif %}{% endfor %}"""
+ASKED = {"role": "user", "content": " w3 w4\n"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "w5"}}]}
+ANSWER = {"role": "assistant", "content": "w6"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "lost"),
+    {
+        "plain": ([ASKED, ANSWER], None),
+        "a result in quotes": ([ASKED, CALL, {"role": "tool", "content": 'w"7\n'}, ANSWER], None),
+        "thoughts of an earlier turn": (
+            [ASKED, {"role": "assistant", "content": "<think>w8</think>w9"}, ASKED, ANSWER], None,
+        ),
+        "thoughts of the last turn": ([ASKED, {"role": "assistant", "content": "<think>w8</think>w9"}], "content"),
+        "thoughts of its own field": ([ASKED, ANSWER | {"reasoning_content": "w8"}], "reasoning_content"),
+        "a role without a branch": ([ASKED, {"role": "developer", "content": "w7"}, ANSWER], "content"),
+        "a role by its letters": ([ASKED, {"role": "tool_call", "content": "w7"}, ANSWER], "role='tool_call'"),
+        "a list": (
+            [{"role": role, "content": [{"type": "text", "text": "w3"}]} for role in ("user", "tool")],
+            "content, which is a list",
+        ),
+    }.values(),
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["text", "mapping", "other"])
+def test_each_message_is_in_what_the_chat_template_makes_of_it(messages, lost, kind, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    other = BRANCHES if kind == "other" else None
+    if other is None:
+        tokenizer.chat_template = BRANCHES if kind == "text" else {"default": BRANCHES, "tool_use": "no"}
+    before = [] if isinstance(messages[0]["content"], list) else [{"messages": [ASKED, ANSWER]}]
+    rows = Dataset.from_list([*before, {"messages": messages}])
+    with pytest.raises(InputError, match=lost) if lost else nullcontext():
+        check_rows(rows, "data", tokenizer, other_template=other)
+
+
+def test_calls_that_the_template_drops(tokenizer):
+    rows = Dataset.from_list([{"messages": [ASKED, CALL]}])
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    with pytest.raises(InputError, match="tool_calls of 'w5'"):
+        check_rows(rows, "data", tokenizer, other_template=template)
+
+
+def test_tools_choose_a_template_of_a_mapping(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = {"default": "no", "tool_use": BRANCHES}
+    tools = [{"type": "function", "function": {"name": "w5", "description": "", "parameters": {"type": "object"}}}]
+    check_rows(Dataset.from_list([{"messages": [ASKED, CALL], "tools": json.dumps(tools)}]), "data", tokenizer)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ..utils.io import check_on_hub
 from ..utils.messages import InputError, one_line, unknown_key
 from ..utils.validation import Settings, plain_types, read_settings, read_yaml, validate
 from .help import GroupedParser
@@ -25,21 +26,7 @@ def check_models(**sources: str | Sequence[str] | None) -> None:
     for field, names in sources.items():
         for name in [names] if isinstance(names, str) else names or []:
             if not Path(name).exists():
-                _check_on_hub(f"{field}={name!r}", name)
-
-
-def _check_on_hub(source: str, name: str) -> None:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        try:
-            hf_hub_download(name, "config.json")
-        except OSError:
-            hf_hub_download(name, "adapter_config.json")
-    except (OSError, ValueError) as error:  # no such file or repository, no hub to be reached, or not a name on the hub
-        raise InputError(
-            f"{source}: neither a model folder nor a model on a reachable hub: {one_line(error)}"
-        ) from error
+                check_on_hub(name, f"{field}={name!r}")
 
 
 def check_files(**sources: str | Sequence[str] | None) -> None:

@@ -26,7 +26,7 @@ from ..adapter.config import MoELoraConfig
 from ..adapter.layers import MoELoraLayer
 from ..models.gates import CONFIG_FIELD
 from ..routing.routers import Router
-from ..utils.io import check_weights, read_json, reading, refused_by_libraries
+from ..utils.io import check_on_hub, check_weights, read_json, reading, refused_by_libraries
 from ..utils.loading import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -270,6 +270,8 @@ class AdapterFolder(ModelFolder):
         if not name:
             raise InputError(f"{field}={name!r}: the adapter names no base; {self.remedy}")
         try:
+            if not Path(name).exists():
+                check_on_hub(name, f"{field}={name!r}", revision)
             return open_model(name, field, revision)
         except InputError as error:
             if Path(name).exists() or "gated" in str(error):

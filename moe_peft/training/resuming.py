@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -122,7 +123,13 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
 
     checkpoint = on_main_process(lambda: _checkpoint_to_resume(args, fingerprint, kept))
     if checkpoint is None or not _load_if_done(trainer, checkpoint, kept):
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        except pickle.UnpicklingError as error:  # torch loads tensors and plain values alone
+            raise InputError(
+                f"{checkpoint}: its optimizer.pt, scheduler.pt or rng_state.pth holds more than tensors, which is not "
+                "loaded: it could run code; start anew in another output_dir"
+            ) from error
 
     # The log as the last checkpoint's file has it. `num_tokens` counts from the last start of the process.
     log = (record for record in trainer.state.log_history if "train_runtime" not in record)

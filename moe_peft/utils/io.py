@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
-from huggingface_hub.utils import WeakFileLock
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.utils import EntryNotFoundError, WeakFileLock, get_session
 from safetensors import safe_open
 
 from .messages import InputError, one_line, out_of_memory
@@ -79,6 +80,27 @@ def refused_by_libraries(source: object, remedy: str = "") -> Iterator[None]:
             raise
         kind = "lacks " if isinstance(error, KeyError) else ""
         raise InputError(f"{source}: {kind}{one_line(error)}" + (f"; {remedy}" if remedy else "")) from error
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def check_on_hub(name: str, source: object, revision: str | None = None) -> None:
+    """
+    Raise if a model or an adapter is neither in the hub's cache nor on the hub.
+
+    Args:
+        source: the field and its value, for messages.
+    """
+    with reading(f"{source}: neither a model folder nor a model on a reachable hub"):
+        files = ("config.json", "adapter_config.json")
+        if any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
+            return
+        get_session().head(constants.ENDPOINT, timeout=10)  # once; a download tries each file six times
+        try:
+            hf_hub_download(name, files[0], revision=revision)
+        except EntryNotFoundError:
+            hf_hub_download(name, files[1], revision=revision)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

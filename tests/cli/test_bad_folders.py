@@ -137,21 +137,6 @@ def test_of_an_adapter_on_the_hub_only_safetensors_are_read(world, monkeypatch):
     assert asked == [("some/adapter", "adapter_model.safetensors")]
 
 
-def test_code_in_a_folder_is_not_run(world, tmp_path, capsys):
-    """`auto_map` names a class in a file of the folder; no command asks for it."""
-    from moe_peft.cli import main
-
-    def damage(folder):
-        (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-        values = json.loads((folder / "config.json").read_text())
-        values["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-        (folder / "config.json").write_text(json.dumps(values))
-
-    wrong = damaged(world, "base", damage, tmp_path)
-    main(COMMANDS["upcycle"](world, wrong, tmp_path / "out"))
-    assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("name", ["tokenizer.model", "additional_chat_templates", "LICENSE"])
 @pytest.mark.parametrize(
     ("command", "folder"), [("upcycle", "base"), ("export", "moe"), ("prune", "moe"), ("prune", "native")]

@@ -75,6 +75,15 @@ def test_code_in_a_folder_is_not_run(command, kind, world, capsys, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_an_architecture_of_transformers_needs_no_code(tmp_path, tokenizer):
+    """Such models have `auto_map` for older versions."""
+    made = make_world(tmp_path / "world", tokenizer)
+    changed("config.json", auto_map=MAPS["model"][1])(made / "base")
+    (made / "base" / "planted.py").write_text("raise SystemExit(3)\n")
+    main(arguments("upcycle", made))
+    assert (made / "out" / "config.json").is_file()
+
+
 def test_every_load_by_an_auto_class_says_so():
     """Left out, `trust_remote_code` is a question on stdin."""
     loads = 0

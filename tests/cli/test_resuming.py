@@ -9,10 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
-from moe_peft.training.checkpointing import INCIDENTAL
+from moe_peft.training.checkpointing import INCIDENTAL, fingerprint_of, mark_complete
 from moe_peft.utils.validation import _NUMBERS
 from tests.helpers.training_case import make_case, run
 from tests.helpers.upit_case import rows
@@ -142,3 +143,22 @@ def test_another_adapter_is_not_overwritten_by_a_training_that_resumes(case, tmp
     line = refused(capsys, "sft", tmp_path, {**case, "max_steps": 1, "seed": 3})
     assert line.endswith("is not empty; choose another")
     assert (out / "adapter_model.safetensors").read_bytes() == before
+
+
+class Planted:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_pickle_in_a_checkpoint_is_not_run(file, stopped, tmp_path, capsys):
+    settings, out = stopped
+    shutil.copytree(out, tmp_path / "out")
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    torch.save({"state": Planted(tmp_path / "ran")}, checkpoint / file)
+    mark_complete(checkpoint, fingerprint_of(checkpoint))  # as whoever plants it would
+    line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 6})
+    assert str(checkpoint) in line and not (tmp_path / "ran").exists()

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -415,7 +414,7 @@ def expert_to_lora(
         raise InputError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
     config, state = lora_of_expert(model, expert, adapter_name)
     if save_directory is not None:
-        if Path(save_directory).exists():
+        if os.path.lexists(save_directory):
             raise FileExistsError(f"expert_to_lora: save_directory={str(save_directory)!r} exists; choose another name")
         with atomic_write(save_directory) as folder:
             config.save_pretrained(str(folder))

@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 from ..models.model_size import ModelSize
 from ..routing.statistics import LoadHealth
 from ..utils.expert_likeness import likeness
+from ..utils.model_card import last_part
 from .figures import DPI, plot_bars
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
@@ -181,7 +182,7 @@ def numbering(routers: Sequence[str]) -> list[str]:
 
 def model_name(path: str) -> str:
     """The name of a model without where it is."""
-    return Path(path).name or path
+    return last_part(path)
 
 
 def load_line(health: LoadHealth, wanted: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from importlib import metadata
 from itertools import takewhile
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(choice_error("NAME", options.name, recipes))
     options.output.mkdir(parents=True, exist_ok=True)
     targets = [options.output / path.name for path in recipes[options.name]]
-    if there := next((target for target in targets if target.exists()), None):
+    if there := next((target for target in targets if os.path.lexists(target)), None):
         raise InputError(f"{there}: already exists; move it away, or name another folder (--output)")
     for path, target in zip(recipes[options.name], targets, strict=True):
         shutil.copyfile(path, target)

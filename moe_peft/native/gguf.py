@@ -76,7 +76,7 @@ def export_gguf(
     if dtype is not None and dtype not in GGUF_TYPES:
         raise InputError(choice_error("dtype", dtype, GGUF_TYPES))
     output = Path(output).expanduser()
-    if output.exists():
+    if os.path.lexists(output):
         raise InputError(f"output={str(output)!r}: already exists; choose another")
     # The tensors, and the folders of the tokenizer and generation config.
     folder = open_folder(source, "model", MoELoraFolder, NativeFolder, base=base)

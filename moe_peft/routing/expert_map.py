@@ -5,6 +5,7 @@ Which experts may serve which label. A map names a label's experts by index, or 
 from __future__ import annotations
 
 import operator
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from ..utils.messages import InputError
 
 def label_text(label: Any) -> str:
     """
-    A label as text. YAML, JSON and datasets may write the same label as a number or as text; integers that a dataset
-    stores as floats are written without a decimal point.
+    Return a label as text, the same for all ways to write it: as a number or as text in YAML, JSON and datasets, as an
+    integer that a dataset stores as a float, and with composed or decomposed accents (file systems differ).
     """
-    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+    text = str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+    return unicodedata.normalize("NFC", text)
 
 
 def in_order(labels: Iterable[str], expert_map: Mapping[Any, Any] | None) -> list[str]:

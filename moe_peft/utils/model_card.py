@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
@@ -194,6 +194,11 @@ def is_untrained_mixture(folder: str | os.PathLike) -> bool:
     return not facts.get("training") and any("`moe-peft mix`" in line for line in facts.get("made", []))
 
 
+def last_part(path: str) -> str:
+    """Return the last part of a path of any system: an adapter may have been trained on another one than this."""
+    return PureWindowsPath(path).name or path
+
+
 def plain(text: str) -> str:
     """A name without what Markdown and HTML would read as markup."""
     return re.sub(r"[^\w .,:+/()-]", "_", text)
@@ -226,7 +231,7 @@ def _facts(mark: re.Match | None) -> dict[str, list[str]]:
 
 def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -> str:
     """It does not depend on the folder, so that the same adapter has the same card wherever it is saved."""
-    names = plain(Path(bases[0]).name) if len(bases) == 1 else f"{len(bases)} models"
+    names = plain(last_part(bases[0])) if len(bases) == 1 else f"{len(bases)} models"
     if adapter:
         kind = "MoE-LoRA" if adapter.get("peft_type") == "MOE_LORA" else adapter.get("peft_type")
         return f"{kind} adapter" + (f" for {names}" if bases else "")
@@ -254,7 +259,7 @@ def _is_repo(name: str) -> bool:
 
 def _link(name: str, kind: str = "") -> str:
     """A link to the hub, or the last part of a local path."""
-    return f"[{name}](https://huggingface.co/{kind}{name})" if _is_repo(name) else f"`{plain(Path(name).name)}`"
+    return f"[{name}](https://huggingface.co/{kind}{name})" if _is_repo(name) else f"`{plain(last_part(name))}`"
 
 
 def _pass_license_on(data: ModelCardData, bases: list[str], folder: Path) -> None:

@@ -261,9 +261,12 @@ def test_a_base_that_holds_an_adapter_is_refused(folders):
     assert lora_to_moe(lora.unload(), folders).active_adapter == "default"
 
 
-def test_an_existing_folder_is_not_overwritten(folders):
-    with pytest.raises(FileExistsError, match="exists; choose another name"):
-        expert_to_lora(lora_to_moe(tiny_llama(), folders), 0, folders[0])
+def test_an_existing_folder_is_not_overwritten(folders, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for there in (folders[0], tmp_path / "link"):
+        with pytest.raises(FileExistsError, match="exists; choose another name"):
+            expert_to_lora(lora_to_moe(tiny_llama(), folders), 0, there)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize(

@@ -431,8 +431,11 @@ def test_recipes_are_listed_and_copied(tmp_path, capsys):
     root = Path(__file__).parents[2] / "recipes" / "sft"
     for suffix in (".md", ".yaml"):
         assert (tmp_path / "new" / f"qwen3-0.6b{suffix}").read_bytes() == (root / f"qwen3-0.6b{suffix}").read_bytes()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "qwen3-0.6b.yaml").symlink_to(tmp_path / "elsewhere")
     for arguments, line in (
         (["sft/qwen3-0.6b", "--output", str(tmp_path / "new")], "exists"), (["sft/nothing"], "NAME='sft/nothing'"),
+        (["sft/qwen3-0.6b", "--output", str(tmp_path / "links")], "exists"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["recipes", *arguments])

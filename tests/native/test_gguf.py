@@ -117,9 +117,11 @@ def test_shared_experts_with_gates_that_sum_to_1_are_refused(tmp_path):
     (["--adapter", "adapter", "--format", "gguf", "--dtype", "float16"], "dtype='float16': must be one of float32"),
     (["--adapter", "adapter", "--format", "gguf", "--verify", "a"], "verify='a': goes with --format safetensors"),
     (["--adapter", "adapter", "--format", "gguf", "--output", "base"], "output='base': already exists"),
+    (["--adapter", "adapter", "--format", "gguf", "--output", "link"], "output='link': already exists"),
 ])  # fmt: skip
 def test_commands_that_cannot_be_right(arguments, message, tmp_path, monkeypatch, capsys):
     made("llama", tmp_path)
+    (tmp_path / "link").symlink_to("out")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["export", "--output", "out", *arguments])

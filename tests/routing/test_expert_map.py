@@ -142,6 +142,7 @@ def test_experts_0_and_1_of_more_are_named_where_no_mask_could_be_meant():
 
 def test_labels_match_as_text():
     assert [label_text(label) for label in (3, "3", 3.0, 2.5, True)] == ["3", "3", "3", "2.5", "True"]
+    assert label_text("cafe\u0301") == label_text("caf\u00e9") == "caf\u00e9"
     assert list(read_expert_map({0: [0], 1: [1]}, 3, "m")) == ["0", "1"]
     assert label_buckets([0, "1", 1.0], 3, {0: [0, 1], 1: [2]}) == [[0], [], [1, 2]]
 

@@ -61,6 +61,12 @@ def folder(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@pytest.mark.parametrize("origin", [r"C:\Users\NAME\models\tiny-base", "/home/name/tiny-base", "tiny-base"])
+def test_a_card_names_the_last_part_of_a_base_of_any_system(origin: str, folder: Path):
+    card = ModelCard.load(write_model_card(folder, base=origin))
+    assert "for tiny-base" in card.text and "- Base model: `tiny-base`" in card.text and "NAME" not in card.text
+
+
 def test_card_of_an_adapter_leads_with_what_it_is_and_with_code_that_runs(folder: Path, capsys):
     card = ModelCard.load(folder / "README.md")
     lines = card.text.strip().splitlines()

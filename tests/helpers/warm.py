@@ -47,14 +47,14 @@ def run_module(
     module: str,
     *arguments: object,
     cwd: str | Path = ROOT,
-    env: Mapping[str, str] = os.environ,
+    env: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m module …`; `before` is called first, when `sys.argv` is set."""
-    argv = list(map(str, arguments))
+    """`python -m module …`; `before` is called first, when `sys.argv` is set. `env`: None is this process's."""
+    argv, env = list(map(str, arguments)), dict(os.environ if env is None else env)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = start(_run_module, module, argv, str(cwd), dict(env), files, before)
+        process = start(_run_module, module, argv, str(cwd), env, files, before)
         process.join()
         return subprocess.CompletedProcess([module, *argv], process.exitcode, *(file.read_text() for file in files))
 

@@ -55,15 +55,15 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
     Change how a parser describes itself, before it prints its help and ends.
 
     Args:
-        usual: the options, without their dashes, that the short help has; empty: all.
+        usual: the options, by the names of their settings, that the short help has; empty: all.
         everything: whether to show every option, with its full text rather than the first sentence.
     """
     parser.add_argument("--quiet", action="store_true", help="no progress bars: only results, our warnings and errors")
     parser.add_argument("--plugins", nargs="+", metavar="MODULE", help="modules to import first, e.g. with a router")
-    names = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
-    shown = names if everything else {*usual, "help", "help-all", "quiet", "plugins"} if usual else names - {"help-all"}
+    names = {action.dest for action in parser._actions}  # a flag has dashes or underscores
+    shown = names if everything else {*usual, "help", "help_all", "quiet", "plugins"} if usual else names - {"help_all"}
     for action in parser._actions:
-        if any(flag.lstrip("-") in shown for flag in action.option_strings):
+        if action.dest in shown:
             _describe(action, everything)
         elif action.option_strings:
             action.help = argparse.SUPPRESS

@@ -14,8 +14,8 @@ from .settings import SettingsParser, check_files, check_models
 
 # What the short help lists.
 USUAL = (
-    "num_experts", "top_k", "init", "granularity", "num_shared_experts", "router_init", "calibration", "model",
-    "output", "family", "dtype", "seed", "config",
+    "num_experts", "top_k", "init", "drop_rate", "granularity", "num_shared_experts", "router_init", "calibration",
+    "model", "output", "family", "dtype", "seed", "config",
 )  # fmt: skip
 EXAMPLE = r"""
 example:

@@ -80,19 +80,24 @@ def test_the_program_alone_prints_its_help(capsys):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_a_terminal_and_ends_with_an_example(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    helps = {}
     for flag, longest in (("--help", 70), ("--help-all", 900)):
         with pytest.raises(SystemExit) as end:
             main([command, flag])
-        text = capsys.readouterr().out
+        text = helps[flag] = capsys.readouterr().out
         lines = text.splitlines()
         assert end.value.code == 0 and text.startswith(f"usage: moe-peft {command}")
         assert len(lines) <= longest and max(map(len, lines)) <= 80 and "(default: None)" not in text
         example = text.partition("\nexample")[2].partition(":\n")[2]
         assert f"  moe-peft {command}" in example
     if command != "exec":  # which leaves the rest to its program
-        options = import_module(COMMANDS[command].module, "moe_peft.cli").parser(f"moe-peft {command}")
-        words = shlex.split(example[example.rindex("moe-peft") :].replace("\\\n", " "))
-        assert options.parse_known_args(words[2:])[1] == []
+        parser = import_module(COMMANDS[command].module, "moe_peft.cli").parser(f"moe-peft {command}")
+        options = helps["--help"].partition("\nexample")[0].splitlines()
+        shown = {flag for line in options for flag in re.findall(r"^  .*?(--[\w-]+)", line)}
+        for words in re.findall(rf"moe-peft {command}\b(.*)", example.replace("\\\n", " ")):
+            arguments = shlex.split(words)
+            assert parser.parse_known_args(arguments)[1] == []
+            assert {word for word in arguments if word.startswith("--")} <= shown
 
 
 def test_help_has_the_usual_options_and_help_all_has_the_others(capsys):

@@ -17,6 +17,7 @@ from ..utils.lazy_imports import when_imported
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_plugins
 from .commands import COMMANDS as COMMANDS
+from .commands import PLUGINS
 from .commands import Command as Command
 from .errors import ends_in_one_line
 from .help import ASKED, prepare_help
@@ -41,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _hide_noise()
             common, rest = _common().parse_known_args(rest)
             quiet = quiet or common.quiet
-            load_plugins(common.plugins)
+            plugins = load_plugins(common.plugins)
             if common.config is not None:
                 from ..utils.validation import read_settings
 
                 # Before the command is imported: what the modules register may become fields of its options.
-                load_plugins(read_settings(common.config).get("plugins", []))
+                plugins += load_plugins(read_settings(common.config).get("plugins", []))
                 rest += ["--config", common.config]
+            PLUGINS[:] = dict.fromkeys(plugins)
         if options.command is None:
             raise InputError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
         if options.command not in COMMANDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import NamedTuple
 
 
@@ -23,6 +24,14 @@ class Command(NamedTuple):
     once: bool = False
     resumes: str = ""
     needs_less: str = "use a machine with more"
+
+
+PLUGINS: list[str] = []  # modules that this run imported first
+
+
+def to_run(command: str) -> str:
+    """Return a command for the user to run next: it imports the same plugins."""
+    return f"moe-peft {command}" + (f" --plugins {shlex.join(PLUGINS)}" if PLUGINS else "")
 
 
 _LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one was saved (save_steps)"

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..combine.mix_settings import MOST_ALONE, MixSettings
 from ..utils.messages import InputError
+from .commands import PLUGINS, to_run
 from .settings import SettingsParser, check_files, check_models
 
 if TYPE_CHECKING:
@@ -93,13 +94,12 @@ def destinations(settings: MixSettings) -> list[str]:
 
     output, quoted = settings.output, shlex.quote(settings.output)
     if settings.models:
-        return [
-            f"a native MoE, for transformers and vLLM as it is (vllm serve {quoted}); for llama.cpp: moe-peft export "
-            f"--model {quoted} --format gguf --output {shlex.quote(output + '.gguf')}"
-        ]
-    lines = [f"transformers: import moe_peft; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
+        export = to_run(f"export --model {quoted} --format gguf --output {shlex.quote(output + '.gguf')}")
+        return [f"a native MoE, for transformers and vLLM as it is (vllm serve {quoted}); for llama.cpp: {export}"]
+    modules = ", ".join(["moe_peft", *PLUGINS])
+    lines = [f"transformers: import {modules}; AutoPeftModelForCausalLM.from_pretrained({output!r})"]
     if os.path.isfile(os.path.join(output, "request_gate.safetensors")):
-        lines.append(f"the adapters behind vLLM, one for a request: moe-peft pick --gate {quoted}")
+        lines.append(f"the adapters behind vLLM, one for a request: {to_run(f'pick --gate {quoted}')}")
     refusals, folder = [], open_folder(output, "output", MoELoraFolder, base=settings.base)
     try:
         check_served(folder)
@@ -110,7 +110,7 @@ def destinations(settings: MixSettings) -> list[str]:
         adapted_moe(folder)
         for place, form, ending in (("a native MoE, for vLLM", "", "-moe"), ("llama.cpp", " --format gguf", ".gguf")):
             target = shlex.quote(output + ending)
-            lines.append(f"{place}: moe-peft export --adapter {quoted}{form} --output {target}")
+            lines.append(f"{place}: {to_run(f'export --adapter {quoted}{form} --output {target}')}")
     except InputError as error:
         refusals.append(f"no export to a native MoE or GGUF: {error}")
     return [*lines, *refusals]

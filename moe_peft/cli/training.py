@@ -31,6 +31,7 @@ from ..utils.loading import ADAPTER_WEIGHTS, adapter_weights, chat_template, wit
 from ..utils.messages import InputError, one_line, refused_settings
 from ..utils.model_card import card_facts
 from .arguments import Options, training_stages
+from .commands import to_run
 
 
 def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float) -> None:
@@ -266,4 +267,4 @@ def _say_what_follows(trainer: Any, folder: Path) -> None:
         which = f" (step {state.best_global_step} of {state.global_step}: {best})"
     print(f"result: {folder}{which}")
     quoted = shlex.quote(str(folder))
-    print(f"next: moe-peft inspect --model {quoted} --data …; moe-peft chat --model {quoted}")
+    print(f"next: {to_run(f'inspect --model {quoted} --data …')}; {to_run(f'chat --model {quoted}')}")

@@ -12,12 +12,15 @@ from typing import Any
 from .messages import InputError, one_line
 
 
-def load_plugins(names: Sequence[str] | str) -> None:
+def load_plugins(names: Sequence[str] | str) -> list[str]:
     """
     Import modules, from the current folder too. What they register is known when options and recipes are read.
 
     Args:
         names: of modules, dotted.
+
+    Returns:
+        The names.
     """
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
@@ -32,6 +35,7 @@ def load_plugins(names: Sequence[str] | str) -> None:
                 f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}{_place(error)}; name "
                 "a module that is installed, or a file in the current folder without its .py"
             ) from error
+    return [*names]
 
 
 def load_function(path: str, field: str) -> Callable[..., Any]:

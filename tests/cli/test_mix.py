@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -151,12 +152,21 @@ def test_damaged_adapters_end_in_one_line(name, case, tmp_path, capsys):
     refused([a for a in arguments if a not in ("--label-column", "domain")], capsys, tmp_path / "out")
 
 
-def test_commands_that_follow_quote_paths_with_spaces(case, tmp_path, capsys):
-    out = tmp_path / "my mixture"
-    main(command(case, out))
+@pytest.mark.parametrize("plugins", [[], ["fractions", "colorsys"]])
+@pytest.mark.parametrize("kind", ["adapters", "models"])
+def test_commands_that_follow_quote_paths_with_spaces_and_name_the_plugins(kind, plugins, case, tmp_path, capsys):
+    out, flags = tmp_path / "my mixture", f" --plugins {' '.join(plugins)}" * bool(plugins)
+    models = [str(case / f"dense-{name}") for name in DOMAINS]
+    own = {"labels": [*DOMAINS], "adapters": None, "models": models} if kind == "models" else {}
+    main([*command(case, out, **own), *flags.split()])
     printed = capsys.readouterr().out
-    assert f"vLLM: vllm serve '{out}'\n" in printed
-    assert f"moe-peft export --adapter '{out}' --format gguf --output '{out}.gguf'\n" in printed
+    commands = re.findall(r"moe-peft [a-z]+ --\w.*", printed)
+    of_gguf = f"moe-peft export --{kind[:-1]} '{out}' --format gguf --output '{out}.gguf'{flags}"
+    assert of_gguf in commands and len(commands) == (3 if kind == "adapters" else 1)
+    assert all(each.endswith(flags) for each in commands)
+    if kind == "adapters":
+        assert f"vLLM: vllm serve '{out}'\n" in printed
+        assert f"import {', '.join(['moe_peft', *plugins])};" in printed
 
 
 def test_a_mixture_without_names_asks_for_them(case, tmp_path, capsys):

@@ -704,10 +704,11 @@ def test_quiet_prints_results_alone(quiet, case, tmp_path, capsys):
     assert ("'loss'" in printed.out + printed.err) != quiet and (not quiet or printed.err == "")
 
 
-def test_what_follows_can_be_pasted_where_folders_have_spaces(case, tmp_path, capsys):
+@pytest.mark.parametrize(("plugins", "flags"), [([], ""), (["fractions", "colorsys"], " --plugins fractions colorsys")])
+def test_what_follows_can_be_pasted_where_folders_have_spaces(plugins, flags, case, tmp_path, capsys):
     (tmp_path / "my results").mkdir()
-    out = run("sft", tmp_path / "my results", {**case, "max_steps": 1})
-    commands = f"moe-peft inspect --model '{out}' --data …; moe-peft chat --model '{out}'"
+    out = run("sft", tmp_path / "my results", {**case, "max_steps": 1, "plugins": plugins})
+    commands = f"moe-peft inspect --model '{out}' --data …{flags}; moe-peft chat --model '{out}'{flags}"
     assert capsys.readouterr().out.endswith(f"next: {commands}\n")
 
 

@@ -59,16 +59,18 @@ def run(settings: MixSettings) -> None:
 
 def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
     """What every way to answer gives, where requests and tokens go, and what follows."""
+    from ..combine.held_out import shown
+
     console = Console(markup=False, emoji=False)
     labels = list(measured.rows)
-    shown = labels if len(labels) <= MOST_ALONE else []  # more do not fit a terminal
+    columns = labels if len(labels) <= MOST_ALONE else []  # more do not fit a terminal
     for title, by_way, form in (
         ("Right answers", measured.right, "{:.1%}"), ("Loss per token", measured.losses, "{:.4f}"),
     ):  # fmt: skip
         if by_way:
-            table = Table("", *[*shown, "mean"], title=title)
+            table = Table("", *[*columns, "mean"], title=title)
             for way, values in by_way.items():
-                table.add_row(way, *(form.format(values[name]) for name in (*shown, "mean")))
+                table.add_row(shown(way, experts), *(form.format(values[name]) for name in (*columns, "mean")))
             console.print(table)
     table = Table("of", "rows", "requests picked for it", "tokens that go to it first", title="What reaches its own")
     for label in labels:

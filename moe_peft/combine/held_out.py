@@ -5,6 +5,7 @@ picked for each request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from .mix_settings import MOST_ALONE
 from .request_gate import BASE, RequestGate
 
 Measure = dict[str, float]  # by label, and "mean" over labels
+_THOUGHTS = re.compile(r"\A.*?</think>\s*", re.DOTALL)  # the template may have <think> in the prompt
 OWN, PICKED = "each its own", "picked by its request"
+MEAN_OF_ADAPTERS, MEAN_OF_MODELS = "mean of the adapters", "mean of the models"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Judge:
                 pad_token_id=end,
             )  # fmt: skip
         made = [list(takewhile(lambda token: token not in ends, ids)) for ids in ids_RS[:, length:].tolist()]
-        answers = self.tokenizer.batch_decode(made, skip_special_tokens=True)
+        answers = [_THOUGHTS.sub("", text) for text in self.tokenizer.batch_decode(made, skip_special_tokens=True)]
         try:
             found = [self.is_right(answer, self.rows[row["row"]]) for answer, row in zip(answers, rows, strict=True)]
         except Exception as error:
@@ -203,7 +206,7 @@ def score_mixture(
         ways[BASE] = model.disable_adapter()
         if len(labels) <= MOST_ALONE:
             ways |= {label: serve_alone(model, i) for i, label in enumerate(labels)}
-        ways["mean of the adapters"] = uniform_gates(model, "projection")
+        ways[MEAN_OF_ADAPTERS] = uniform_gates(model, "projection")
     for way, context in tqdm(ways.items(), desc="ways to answer"):
         with context:
             scored[way] = score(model, parts)
@@ -226,22 +229,22 @@ def score_mixture(
     if parts.judge is not None:
         scored[f"{gates} gates"] = score(model, parts)
     reached = {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()}
-    return _held_out(scored, parts.have_answers, labels, shares, lost, to_base, reached)
+    return _held_out(scored, parts, labels, shares, lost, to_base, reached)
 
 
 def _held_out(
-    scored: Mapping[str, Scored], have_answers: bool, labels: Sequence[str], shares: dict[str, float], lost: float,
+    scored: Mapping[str, Scored], parts: Parts, labels: Sequence[str], shares: dict[str, float], lost: float,
     general: float | None, reached: dict[str, list[float]],
 ) -> HeldOut:  # fmt: skip
     losses, right = {}, {}
     for way, by_label in scored.items():
         each = {label: mean_loss(a.losses, a.counts, f"held-out rows of {label!r}") for label, a in by_label.items()}
         losses[way] = {**each, "mean": sum(each.values()) / len(each)}
-        if have_answers:
+        if parts.have_answers:
             each = {label: float(a.right.double().mean()) for label, a in by_label.items()}
             right[way] = {**each, "mean": sum(each.values()) / len(each)}
     rows = {label: len(a.right) for label, a in next(iter(scored.values())).items()}
-    sentences = verdict(scored, losses, right, labels)
+    sentences = verdict(scored, losses, right, labels, parts.judge is not None)
     if shares:
         sentences.append(
             f"{sum(shares.values()) / len(shares):.0%} of the requests are picked for their own adapter"
@@ -251,53 +254,82 @@ def _held_out(
     return HeldOut(rows, losses, right, shares, lost, general, reached, sentences)
 
 
+def shown(way: str, labels: Sequence[str]) -> str:
+    """Return the name of a way in tables and sentences, which tells an expert alone from the task of the same name."""
+    return f"{way} alone" if way in labels else way
+
+
 def verdict(
-    scored: Mapping[str, Scored], losses: Mapping[str, Measure], right: Mapping[str, Measure], labels: Sequence[str]
-) -> list[str]:
+    scored: Mapping[str, Scored], losses: Mapping[str, Measure], right: Mapping[str, Measure], labels: Sequence[str],
+    judged: bool = False,
+) -> list[str]:  # fmt: skip
     """
-    Whether the mixture, the last way, is worth its routers: a sentence on each simpler way. Right answers decide, where
-    there are any: a wrong choice costs one answer, however large its loss.
+    Recommend the way with most right answers, or with least loss where none has any, and compare it with all others.
+
+    Right answers decide, as a wrong choice costs one answer, however large its loss.
+
+    Args:
+        scored: way → its answers; the last way is the mixture.
+        labels: names of the experts.
+        judged: whether a function of the user's says which answers are right.
     """
-    mixture, lines = [*scored][-1], []
-    measure = right or losses
-    simpler = [way for way in scored if way.startswith("mean of the ") or way == PICKED]
-    if alone_ways := [way for way in scored if way in labels]:
-        best = (max if right else min)(alone_ways, key=lambda way: measure[way]["mean"])
-        simpler.append(best)
-    for way in simpler:
-        name = f"{way} alone" if way in labels else way
-        values = [measure[each]["mean"] for each in (mixture, way)]
-        shown = " and ".join(f"{value:.0%}" if right else f"{value:.3f}" for value in values)
-        what = "right answers" if right else "loss"
-        difference, bar = _difference(scored[mixture], scored[way], bool(right))
-        if abs(difference) <= bar:
-            size = f"{bar * 100:.1f} points" if right else f"{bar:.3f}"
-            chance = f"; below {size} it may be chance" if bar else ", row by row"
-            text = f"no difference between the mixture and {name} ({what} {shown}{chance})"
-            if way == PICKED:
-                text += "; picking needs the adapters alone: moe-peft pick"
-        elif difference > 0:
-            text = f"the mixture is better than {name} ({what} {shown})"
-        else:
-            text = f"{name} is better than the mixture ({what} {shown})"
-            text += "; use it: moe-peft pick" if way == PICKED else "; use that"
-        lines.append(f"{text[0].upper()}{text[1:]}.")
+    rows = {label: len(a.right) for label, a in next(iter(scored.values())).items()}
+    zeros = [label for label in rows if right and not any(of_way[label] for of_way in right.values())]
+    by_answers = bool(right) and len(zeros) < len(rows)
+    # No one can serve each row by its own expert. Of equal ways, an expert alone comes last.
+    ways = sorted((way for way in scored if way != OWN), key=lambda way: way in labels)
+    best = min(ways, key=lambda way: (-right[way]["mean"] if by_answers else 0, round(losses[way]["mean"], 4)))
+    note = {PICKED: " (moe-peft pick)", [*scored][-1]: " (this mixture)"}.get(best, "")
+    value = f"{right[best]['mean']:.0%} right answers" if by_answers else f"a loss of {losses[best]['mean']:.3f}"
+    lines = [f"Best: {shown(best, labels)}{note}, with {value}."]
+    # Which differences are not chance.
+    behind, untold, apart = [], [], []
+    for way in ways:
+        if way == best:
+            continue
+        name = shown(way, labels)
+        difference, half = _difference(scored[best], scored[way], by_answers)
+        by_loss, half_by_loss = _difference(scored[best], scored[way], False)
+        if difference > half:
+            behind.append(name)
+            continue
+        size = f"{100 * difference:.1f} ± {100 * half:.1f} points" if by_answers else f"{difference:.3f} ± {half:.3f}"
+        untold.append(f"{name} ({size} behind)")
+        if by_answers and abs(by_loss) > 2 * half_by_loss:
+            apart.append(f"{name} {losses[way]['mean']:.3f}")
+    if behind:
+        lines.append(f"Beyond chance, it is better than {', '.join(behind)}.")
+    if untold:
+        count = sum(rows.values())
+        lines.append(f"{count} held-out row{'s' * (count > 1)} cannot tell it from {', '.join(untold)}.")
+    if apart:
+        lines.append(
+            f"Losses of these do lie apart: {shown(best, labels)} {losses[best]['mean']:.3f}, {', '.join(apart)}."
+        )
+    if zeros and judged:
+        lines.append(f"No way has a right answer to {', '.join(zeros)}: see the loss.")
+    elif zeros:
+        lines.append(f"No way answers {', '.join(zeros)} word for word: see the loss, or give --right.")
     return lines
 
 
 def _difference(first: Scored, second: Scored, by_answers: bool) -> tuple[float, float]:
-    """
-    By how much the first way is better, as a mean over labels, and what may be chance: 1.96 standard errors of the
-    differences by row.
-    """
-    differences, variances = [], []
-    for label in first:
-        a, b = first[label], second[label]
-        by_row = a.right.double() - b.right.double() if by_answers else (b.losses - a.losses) / a.counts.double().mean()
+    """Return by how much the first way is better, as a mean over labels, and half the width of its 95 % interval."""
+    differences, variances, freedom = [], [], 0
+    for label, a in first.items():
+        b, n = second[label], len(a.right)
+        freedom += n - 1
+        if by_answers:
+            by_row = a.right.double() - b.right.double()
+            # Two more rows with each of the four outcomes by half (Agresti and Min): few rows that agree prove little.
+            mean = float(by_row.sum()) / (n + 2)
+            variances.append(((float(by_row.square().sum()) + 1) / (n + 2) - mean**2) / (n + 2))
+        else:
+            by_row = (b.losses - a.losses) / a.counts.double().mean()
+            variances.append(float(by_row.var(correction=0)) / (n - 1) if n > 1 else float("inf"))
         differences.append(float(by_row.mean()))
-        variances.append(float(by_row.var(correction=0)) / len(by_row))
-    count = len(differences)
-    return sum(differences) / count, 1.96 * sum(variances) ** 0.5 / count
+    quantile = 1.96 if by_answers else 1.96 + 2.37 / max(1, freedom) + 2.82 / max(1, freedom) ** 2  # Student's t
+    return sum(differences) / len(first), quantile * sum(variances) ** 0.5 / len(first)
 
 
 @contextmanager

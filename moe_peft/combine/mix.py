@@ -39,7 +39,7 @@ from ..utils.model_card import write_model_card
 from ..utils.plugins import load_function
 from ..utils.torch_contexts import free_memory
 from .experts import put_expert
-from .held_out import HeldOut, score, score_mixture
+from .held_out import MEAN_OF_ADAPTERS, MEAN_OF_MODELS, OWN, PICKED, HeldOut, score, score_mixture
 from .mix_settings import MOST_ALONE, MixSettings
 from .request_gate import BASE, RequestGate, absolute
 from .request_gate import FILE as REQUEST_GATE
@@ -73,8 +73,9 @@ def labels_of(settings: MixSettings) -> list[str]:
         raise InputError(f"labels={labels}: an expert has no name; give names (--labels)")
     if len(set(labels)) < len(labels):
         raise InputError(f"labels={labels}: two experts have the same name; give others (--labels)")
-    if "base" in labels or "mean" in labels:
-        raise InputError(f"labels={labels}: 'base' and 'mean' are ways of their own; give others (--labels)")
+    lines = (BASE, "mean", MEAN_OF_ADAPTERS, MEAN_OF_MODELS, OWN, PICKED, f"{settings.gates} gates")
+    if taken := [label for label in labels if label in lines]:
+        raise InputError(f"labels={labels}: {taken[0]!r} is a line or column of the tables; give another (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
         raise InputError(f"labels={labels}: {len(sources)} experts; give a name for each")
     return labels
@@ -282,7 +283,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         write_json(folder / CONFIG, {**read_json(folder / CONFIG), NAMES_FIELD: labels})
         if parts is not None:
             scored = {}
-            for label, model in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
+            for label, model in tqdm([*zip(labels, models, strict=True), (MEAN_OF_MODELS, None)], desc="models"):
                 loaded = mean_model(models, settings.dtype) if model is None else model.load(settings.dtype)
                 scored[label] = score(loaded, parts)
                 del loaded

@@ -40,7 +40,8 @@ def test_it_prints_what_reaches_its_own_and_every_loss(case, tmp_path, capsys):
     losses = report["losses"]
     assert all(sentence in printed for sentence in report["verdict"])
     for way, of_way in losses.items():
-        line = next(line for line in printed.partition("Loss")[2].splitlines() if line.startswith(f"│ {way} "))
+        row = f"{way} alone" if way in DOMAINS else way
+        line = next(line for line in printed.partition("Loss")[2].splitlines() if line.startswith(f"│ {row} "))
         assert all(f"{loss:.4f}" in line for loss in of_way.values())
     out = tmp_path / "out"
     assert "mean of the adapters" in printed and "not evaluated" not in printed
@@ -108,7 +109,6 @@ BAD = {
     "names": ({"labels": ["a", "b"]}, "labels=['a', 'b']: 3 experts; give a name for each"),
     "equal names": ({"labels": ["a", "b", "b"]}, "two experts have the same name"),
     "equal folders": ({"adapters": ["{case}/a", "{case}/a"]}, "two experts have the same name"),
-    "names of lines": ({"labels": ["a", "b", "mean"]}, "'base' and 'mean' are ways of their own"),
     "prompts that are not a mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
@@ -132,6 +132,23 @@ BAD = {
     "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
     "too short": ({"max-length": "1"}, "max_length=1: no example keeps a token to learn from"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("gates", ["ridge", "arrow"])
+@pytest.mark.parametrize("kind", ["adapters", "models"])
+def test_names_of_lines_and_columns_are_no_names_of_experts(kind, gates, case, tmp_path, capsys):
+    """They are found in what is measured, so that none is forgotten."""
+    sources = [str(case / (name if kind == "adapters" else f"dense-{name}")) for name in DOMAINS]
+    own = {"adapters": None, kind: sources, "gates": gates if kind == "adapters" else "prompts"}
+    own |= {"data": [str(case / f"{name}.jsonl") for name in DOMAINS], "label-column": None}
+    main(command(case, tmp_path / "out", **own, labels=[*DOMAINS]))
+    losses = json.loads((tmp_path / "out/mix.json").read_text())["losses"]
+    names = {*losses, *losses[f"{own['gates']} gates"]} - {*DOMAINS}
+    assert len(names) == (6 if kind == "adapters" else 4)
+    for name in names:
+        labels = {"labels": ["a", "b", name]}
+        line = refused(command(case, tmp_path / "no", **own, **labels), capsys, tmp_path / "no")
+        assert "labels=" in line and repr(name) in line
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_expert
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.inspect_settings import InspectSettings
-from moe_peft.combine.held_out import score, verdict
+from moe_peft.combine.held_out import Judge, score, verdict
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import RequestGate
 from moe_peft.combine.texts import Source
@@ -406,41 +406,100 @@ def test_a_row_is_answered_by_the_adapter_that_its_request_is_for(case, mixed, t
     assert measured.picked == picked and min(picked.values()) > 0.7
 
 
-def answers(*right: int) -> Answers:
-    """Rows of one token each, with a loss of 0 where the answer is right and of 1 where it is not."""
-    return Answers(
-        1.0 - torch.tensor(right).double(), torch.ones(len(right), dtype=torch.long), torch.tensor(right) > 0
-    )
+def of_rows(right: str, loss: float | None = None) -> Answers:
+    """Rows of one token each, right where it says 1; losses are 0 and 1, or near the one that is given."""
+    is_right = torch.tensor([int(each) for each in right])
+    signs = torch.tensor([1.0, -1.0], dtype=torch.double).repeat(len(right))[: len(right)]
+    of_row = 1.0 - is_right.double() if loss is None else loss * (1 + 0.01 * signs)
+    return Answers(of_row, torch.ones(len(right), dtype=torch.long), is_right > 0)
 
 
-def sentences(**ways: dict[str, Answers]) -> list[str]:
-    """A verdict by right answers on ways named with _ for a space; the last is the mixture."""
-    scored = {way.replace("_", " "): by_label for way, by_label in ways.items()}
-    right = {
-        way: {"mean": sum(float(a.right.double().mean()) for a in by_label.values()) / len(by_label)}
-        for way, by_label in scored.items()
+def said(ways: dict[str, list[Answers]], answered: bool = True, judged: bool = False) -> list[str]:
+    """The verdict on ways, with the answers to rows of `a`, `b`, …; the last is the mixture."""
+    scored = {way: dict(zip("abc", of_way, strict=False)) for way, of_way in ways.items()}
+
+    def means(value) -> dict[str, dict[str, float]]:
+        found = {way: {label: float(value(a).mean()) for label, a in of.items()} for way, of in scored.items()}
+        return {way: {**of, "mean": sum(of.values()) / len(of)} for way, of in found.items()}
+
+    losses, right = means(lambda a: a.losses / a.counts), means(lambda a: a.right.double())
+    return verdict(scored, losses, right if answered else {}, ["a", "b"], judged)
+
+
+FEW = {"base": ["0" * 10], "picked by its request": ["1" * 6 + "0" * 4], "ridge gates": ["1" * 5 + "0" * 5]}
+VERDICTS = {
+    # What is best, what is behind it beyond chance, what cannot be told from it, and other words.
+    "picking": (
+        {"base": ["0" * 40, "0" * 40], "a": ["1" * 20 + "0" * 20] * 2, "mean of the adapters": ["0" * 40] * 2,
+         "each its own": ["1" * 40] * 2, "picked by its request": ["1" * 40, "1" * 38 + "00"],
+         "ridge gates": ["1" * 40, "1" * 37 + "000"]},
+        "picked by its request (moe-peft pick), with 98% right answers",
+        ["base", "mean of the adapters", "a alone"], ["ridge gates (1.2 ± 4."], [],
+    ),
+    "the mixture": (
+        {"base": ["0" * 40], "a": ["0" * 40], "mean of the adapters": ["0" * 40], "ridge gates": ["1" * 40]},
+        "ridge gates (this mixture), with 100%", ["base", "mean of the adapters", "a alone"], [], [],
+    ),
+    "an adapter alone": (
+        {"base": ["0" * 40], "a": ["1" * 40], "mean of the adapters": ["0" * 40], "ridge gates": ["0" * 40]},
+        "a alone, with 100%", ["base", "mean of the adapters", "ridge gates"], [], [],
+    ),
+    "the base": (
+        {"base": ["1" * 40], "a": ["0" * 40], "mean of the adapters": ["0" * 40], "ridge gates": ["0" * 40]},
+        "base, with 100%", ["mean of the adapters", "ridge gates", "a alone"], [], [],
+    ),
+    "few rows": (
+        FEW, "picked by its request", ["base"], ["10 held-out rows cannot tell it from ridge gates (10.0 ± 2"], [],
+    ),
+    "rows that all agree": (
+        {"base": ["1"], "ridge gates": ["1"]}, "base", [], ["1 held-out row ", "ridge gates (0.0 ± 65.3 points"], [],
+    ),
+    "losses far apart": (
+        {"base": [("0" * 10, 2.0)], "a": [("1" + "0" * 9, 4.0)], "ridge gates": [("11" + "0" * 8, 0.5)]},
+        "ridge gates", [], ["base (20.0 ±", "a alone (10.0 ±"], ["ridge gates 0.500, base 2.000, a alone 4.000"],
+    ),
+    "no right answer": (
+        {"base": [("0" * 10, 2.0)], "a": [("0" * 10, 4.0)], "ridge gates": [("0" * 10, 0.5)]},
+        "ridge gates (this mixture), with a loss of 0.500", ["base", "a alone"], [],
+        ["No way answers a word for word: see the loss, or give --right."],
+    ),
+    "a column of zeros": (
+        {"base": ["0" * 10, "0" * 10], "ridge gates": ["0" * 10, "1" * 10]}, "ridge gates", ["base"], [],
+        ["No way answers a word for word: see the loss"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_verdict_recommends_one_way_and_says_what_the_rows_can_tell(name):
+    ways, best, behind, untold, others = VERDICTS[name]
+    made = {
+        way: [of_rows(each) if isinstance(each, str) else of_rows(*each) for each in of] for way, of in ways.items()
     }
-    return verdict(scored, {}, right, ["a", "b"])
+    first, *lines = said(made)
+    assert first.startswith(f"Best: {best}")
+    assert (f"Beyond chance, it is better than {', '.join(behind)}." in lines) == bool(behind)
+    text = " ".join(lines)
+    assert all(word in text for word in (*untold, *others)) and text.count("Best:") == 0
+    assert ("cannot tell" in text) == bool(untold) and ("lie apart" in text) == (name == "losses far apart")
+    if "No way" in text:
+        assert (
+            "No way has a right answer to" in said(made, judged=True)[-1]
+            and "--right" not in said(made, judged=True)[-1]
+        )
 
 
-def test_the_verdict_goes_by_right_answers():
-    picked = {"a": answers(*[1] * 40), "b": answers(*[1] * 30, *[0] * 10)}
-    mean = {"a": answers(*[0] * 40), "b": answers(*[0] * 40)}
-    mixture = {"a": answers(*[1] * 20, *[0] * 20), "b": answers(*[1] * 20, *[0] * 20)}
-    alone = {"a": answers(*[1] * 20, *[0] * 20), "b": answers(*[0] * 20, *[1] * 20)}
-    first, second, third = sentences(
-        mean_of_the_adapters=mean, picked_by_its_request=picked, b=alone, ridge_gates=mixture
-    )
-    assert "mixture is better" in first and "50% and 0%" in first
-    assert "better than the mixture" in second and "50% and 88%" in second
-    assert "no difference" in third.lower() and "50% and 50%" in third and "15.5 points" in third
-
-
-def test_a_small_difference_may_be_chance():
-    """1 of 10 rows: 10 points, where 19 are needed."""
-    picked = {"a": answers(*[1] * 6, *[0] * 4)}
-    (only,) = sentences(picked_by_its_request=picked, ridge_gates={"a": answers(*[1] * 5, *[0] * 5)})
-    assert "no difference" in only.lower() and "60%" in only and "18.6 points" in only
+def test_without_answers_the_verdict_goes_by_losses():
+    """With one row of each there is nothing to tell chance by."""
+    ways = {
+        "base": [of_rows("0" * 10, 2.0)] * 2,
+        "a": [of_rows("0" * 10, 1.0)] * 2,
+        "ridge gates": [of_rows("0" * 10, 1.5)] * 2,
+    }
+    expected = ["Best: a alone, with a loss of 1.000.", "Beyond chance, it is better than base, ridge gates."]
+    assert said(ways, answered=False) == expected
+    one = said({way: [of.of([0]) for of in each] for way, each in ways.items()}, answered=False)
+    assert len(one) == 2 and "2 held-out rows cannot tell it from base (1.010 ± inf" in one[1]
 
 
 @pytest.mark.parametrize(("gates", "k"), [("ridge", 1), ("arrow", 1), ("prompts", 2)])
@@ -548,6 +607,24 @@ def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, t
         with pytest.raises(ValueError, match=message):
             mixed("wrong", right=wrong)
     assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "judged"),
+    [
+        ("<think>\n\n</think>\n\n42", "42"),
+        ("<think>six\ntimes seven</think>42", "42"),
+        ("six times seven\n</think>\n\n42\n", "42\n"),  # <think> stands in the prompt
+        ("<think>six times", "<think>six times"),
+        (" 42", " 42"),
+    ],
+)
+def test_a_function_of_yours_judges_what_comes_after_the_thoughts(made, judged, case, tokenizer, monkeypatch):
+    seen = []
+    monkeypatch.setattr(type(tokenizer), "batch_decode", lambda *_, **__: [made])
+    judge = Judge(lambda answer, row: seen.append(answer), "judges:all", [{}], tokenizer, 1)
+    judge(base(case), [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7], "row": 0}])
+    assert seen == [judged]
 
 
 def test_chats_are_questions_with_answers(case, tmp_path, tokenizer, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils.logging import tqdm
 
-from ..adapter.lora_conversion import lora_to_moe
+from ..adapter.lora_conversion import lora_scalings, lora_to_moe
 from ..models.gate_init import Sums, find_gate_init, init_gates
 from ..models.introspection import NAMES_FIELD
 from ..models.layer import routed_layers
@@ -32,8 +32,8 @@ from ..native.folders import (
 from ..native.gate_sums import FILE as SUMS
 from ..native.gate_sums import KEPT, WAY, read_sums, renumbered, size_of_sums, write_sums
 from ..native.upcycle import mean_model
-from ..utils.io import new_folder, read_json, write_json
-from ..utils.loading import CONFIG, check_tokenizer
+from ..utils.io import hash_file, new_folder, read_json, write_json
+from ..utils.loading import CONFIG, adapter_weights, check_tokenizer, read_adapter_weights
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.plugins import load_function
@@ -151,6 +151,8 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
 def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | None, list[LoraFolder]]:
     """The mixture that an adapter joins, if it joins one, and the adapters."""
     adapters = [open_folder(name, "adapters", LoraFolder, base=settings.base) for name in settings.adapters or []]
+    always = [] if settings.always is None else [open_folder(settings.always, "always", LoraFolder, base=settings.base)]
+    _check_trained([*adapters, *always])
     if settings.add_to is None:
         return None, adapters
     mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
@@ -161,6 +163,18 @@ def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | N
     if len(labels) != n:
         raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
     return mixture, adapters
+
+
+def _check_trained(loras: Sequence[LoraFolder]) -> None:
+    """Raise if two LoRAs are the same. Warn of one that changes nothing."""
+    seen: dict[Any, LoraFolder] = {}
+    for lora in loras:
+        tensors = read_adapter_weights(lora.path, lora)
+        if not any(tensor.any() for name, tensor in tensors.items() if ".lora_A." not in name):
+            logger.warning("%s: was never trained: its B are all 0, so it answers as the base does", lora)
+        identity = (hash_file(adapter_weights(lora.path, lora)), str(lora_scalings(lora.config, tensors)))
+        if (other := seen.setdefault(identity, lora)) is not lora:
+            raise InputError(f"{lora}: is the same LoRA as {other}; give it once")
 
 
 def _joined_model(

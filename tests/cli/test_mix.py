@@ -49,8 +49,8 @@ def test_it_prints_what_reaches_its_own_and_every_loss(case, tmp_path, capsys):
 
 
 def test_without_data_it_says_so_and_where_the_mixture_cannot_go(case, tmp_path, capsys):
-    for name in "ab":
-        write_lora(tmp_path / name, case / "base", 5, ["q_proj", "up_proj"])
+    for seed, name in enumerate("ab"):
+        write_lora(tmp_path / name, case / "base", seed, ["q_proj", "up_proj"])
     adapters = [str(tmp_path / name) for name in "ab"]
     options = {"adapters": adapters, "gates": "arrow", "data": None, "label-column": None}
     main(command(case, tmp_path / "out", **options))
@@ -134,16 +134,16 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("gates", ["ridge", "arrow"])
-@pytest.mark.parametrize("kind", ["adapters", "models"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "gates"), [("adapters", "ridge"), ("adapters", "arrow"), ("models", "prompts")])
 def test_names_of_lines_and_columns_are_no_names_of_experts(kind, gates, case, tmp_path, capsys):
     """They are found in what is measured, so that none is forgotten."""
     sources = [str(case / (name if kind == "adapters" else f"dense-{name}")) for name in DOMAINS]
-    own = {"adapters": None, kind: sources, "gates": gates if kind == "adapters" else "prompts"}
+    own = {"adapters": None, kind: sources, "gates": gates}
     own |= {"data": [str(case / f"{name}.jsonl") for name in DOMAINS], "label-column": None}
     main(command(case, tmp_path / "out", **own, labels=[*DOMAINS]))
     losses = json.loads((tmp_path / "out/mix.json").read_text())["losses"]
-    names = {*losses, *losses[f"{own['gates']} gates"]} - {*DOMAINS}
+    names = {*losses, *losses[f"{gates} gates"]} - {*DOMAINS}
     assert len(names) == (6 if kind == "adapters" else 4)
     for name in names:
         labels = {"labels": ["a", "b", name]}

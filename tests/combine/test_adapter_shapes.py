@@ -111,9 +111,9 @@ def case(tmp_path_factory, tokenizer):
 
 def write(folder: Path, case: Path, seed: int, lora: dict[str, Any], saved: dict[str, Any]) -> Path:
     """An adapter with these settings, whose config says `saved` besides."""
+    config, base = LoraConfig(**{"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **lora}), tiny_llama()
     torch.manual_seed(seed)
-    config = LoraConfig(**{"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **lora})
-    model = get_peft_model(tiny_llama(vocab=128), config)
+    model = get_peft_model(base, config)
     folder.mkdir()
     save_file(get_peft_model_state_dict(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     values = json.loads(json.dumps(config.to_dict(), default=sorted)) | {"base_model_name_or_path": str(case / "base")}
@@ -209,10 +209,10 @@ def test_a_base_that_is_an_adapter_is_called_one(case, tmp_path):
     with pytest.raises(ValueError, match=r"base='.*/b': it is a LORA adapter, not a model: merge it into its base"):
         mix(settings(case, output=str(tmp_path / "out"), base=str(case / "b"), gates="arrow", data=None,
                      label_column=None))  # fmt: skip
-    folder = write(tmp_path / "x", case, 7, {"target_modules": FFN}, {"base_model_name_or_path": str(case / "b")})
+    saved = {"base_model_name_or_path": str(case / "b")}
+    folders = [str(write(tmp_path / name, case, i, {"target_modules": FFN}, saved)) for i, name in enumerate("xy")]
     with pytest.raises(ValueError, match=r"base_model_name_or_path='.*/b': it is a LORA adapter, not a model"):
-        mix(settings(case, output=str(tmp_path / "out"), adapters=[str(folder)] * 2, labels=["x", "y"], gates="arrow",
-                     data=None, label_column=None))  # fmt: skip
+        mix(settings(case, output=str(tmp_path / "out"), adapters=folders, gates="arrow", data=None, label_column=None))
 
 
 def test_ten_of_real_shapes_are_one_mixture_without_a_word(case, tmp_path, caplog):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_expert
@@ -280,6 +280,40 @@ def with_base(case, folder, **changes) -> list[str]:
 
 
 OF_ARROW = {"data": None, "label_column": None, "gates": "arrow"}
+
+
+@pytest.mark.parametrize("field", ["adapters", "always"])
+def test_the_same_lora_is_no_second_expert(field, case, tmp_path):
+    shutil.copytree(case / "a", tmp_path / "again")
+    config = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    given = {"adapters": [str(case / "a"), str(case / "b")], "always": None}
+    given |= {"always": str(tmp_path / "again")} if field == "always" else {}
+    given["adapters"] += [str(tmp_path / "again")] if field == "adapters" else []
+    with pytest.raises(ValueError, match=rf"{field}='.*/again': is the same LoRA as adapters='.*/a'"):
+        mix(settings(case, output=str(tmp_path / "out"), **given, **OF_ARROW))
+    # With another scaling, it is another one.
+    (tmp_path / "again/adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
+    mix(settings(case, output=str(tmp_path / "out"), **given, **OF_ARROW))
+
+
+@pytest.mark.parametrize("field", ["adapters", "always", "add_to"])
+def test_a_lora_that_was_never_trained_is_warned_of(field, case, tmp_path, caplog):
+    shutil.copytree(case / "d", tmp_path / "new")
+    tensors = load_file(tmp_path / "new/adapter_model.safetensors")
+    untrained = {name: value * (".lora_A." in name) for name, value in tensors.items()}
+    save_file(untrained, tmp_path / "new/adapter_model.safetensors", metadata={"format": "pt"})
+    adapters = [str(case / name) for name in "ab"]
+    mix(settings(case, output=str(tmp_path / "mixed"), adapters=adapters, **OF_ARROW))
+    assert not caplog.records
+    new = str(tmp_path / "new")
+    given = {
+        "adapters": {"adapters": [*adapters, new]},
+        "always": {"adapters": adapters, "always": new},
+        "add_to": {"adapters": [new], "add_to": str(tmp_path / "mixed")},
+    }[field]
+    mix(settings(case, output=str(tmp_path / "out"), **given, **OF_ARROW))
+    (warned,) = [record.message for record in caplog.records if "never trained" in record.message]
+    assert warned.startswith(f"{'always' if field == 'always' else 'adapters'}={new!r}")
 
 
 def test_the_base_has_the_revision_that_the_adapters_name(case, tmp_path, monkeypatch):

@@ -389,7 +389,7 @@ def _write_page(
     title = f"{model}: right answers to {_ASKED} new requests of each kind"
     plot_bars({way: result.exact for way, result in results.items()}, folder / "answers.png", title, "{:.0f}")
     own = {task: [expert] for expert, task in enumerate(TASKS)}
-    plot_shares(shares, folder / "routing.png", "Where each kind's tokens go", own)
+    plot_shares(shares, folder / "routing.png", "Where each kind's tokens go", own, names=[*TASKS])
     sections = [
         Section("Right answers", [f"To {_ASKED} held-out requests of each kind."], figure=folder / "answers.png"),
         shares_section(shares, folder / "routing.png", names=[*TASKS]),

@@ -14,6 +14,7 @@ import torch
 DPI = 150
 MOST_PANELS = 12  # of a figure with one panel per domain, and of a panel's layers
 _MOST_EXPERTS = 16  # with more, numbers in the cells would be unreadable
+_LONGEST_NAME = 16  # letters of an expert's name under a column
 # What a file would hold besides the drawing: left out, so that every matplotlib version writes the same bytes.
 _METADATA = {
     ".png": {"Software": None},
@@ -55,16 +56,24 @@ def method_color(name: str) -> str | None:
 # --- where tokens go --------------------------------------------------------------------------------------------------
 
 
+def telling_layer(shares: Mapping[str, torch.Tensor]) -> int:
+    """Return the layer whose shares [L, n] differ most between domains."""
+    share_DLN = torch.stack(list(shares.values()))
+    return int((share_DLN - share_DLN.mean(0)).abs().sum((0, 2)).argmax())
+
+
 def plot_shares(
     shares: Mapping[str, torch.Tensor],
     path: str | Path,
     title: str,
     experts: Mapping[str, Sequence[int]] | None = None,
     sizes: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
 ) -> None:
     """
     Heat maps of the share of assignments per expert (columns) and layer (rows), one panel per domain, of the first 12.
-    White is an even share. Of more than 12 layers, the most uneven ones: with `experts` those that comply least.
+    White is an even share. Of more than 12 layers, the most uneven ones (with `experts` those that comply least), and
+    the one where domains differ most.
 
     Args:
         shares: domain → [L, n]; each layer sums to 1.
@@ -72,6 +81,7 @@ def plot_shares(
         title: the figure's title.
         experts: domain → the experts that should serve it, which are outlined.
         sizes: experts of each layer; None: n in all.
+        names: of the experts; None: their numbers.
     """
     from matplotlib.colors import TwoSlopeNorm
 
@@ -80,13 +90,16 @@ def plot_shares(
     L, n = share_DLN.shape[1:]
     size_L = torch.tensor(sizes or [n] * L)
     share_DLN = share_DLN.masked_fill(torch.arange(n) >= size_L[:, None], float("nan"))
-    # The layers: all in their order, or the worst 12, the worst first.
+    # The layers: all in their order, or the worst 12, the worst first; a page speaks of the last one.
     if experts is None:
         badness_L, chosen_by = (share_DLN.nanmean(0) * size_L[:, None] - 1).square().nanmean(1), "most uneven"
     else:
         inside = [share_LN[:, list(experts[d])].nansum(1) for d, share_LN in zip(shown, share_DLN, strict=True)]
         badness_L, chosen_by = -sum(inside), "least compliant"
     layers = list(range(L)) if L <= MOST_PANELS else badness_L.topk(MOST_PANELS).indices.tolist()
+    worst, telling = len(layers), telling_layer(shares)
+    if len(shares) > 1 and telling not in layers:
+        worst, layers[-1] = worst - 1, telling
     share_DLN, even_L = share_DLN[:, layers], 1 / size_L[layers]
     relative_DLN = share_DLN / even_L[:, None]
     top = max(2.0, float(relative_DLN.nan_to_num().max()))
@@ -101,17 +114,24 @@ def plot_shares(
     even = f", {100 * float(even_L[0]):.3g} %" if even_L.min() == even_L.max() else ""
     lines = [
         _of_domains(title, len(shown), len(shares)),
-        f"the {len(layers)} {chosen_by} of {L} layers, the worst on top" if len(layers) < L else "",
+        f"the {worst} {chosen_by} of {L} layers, the worst on top" if len(layers) < L else "",
+        f"at the bottom layer {telling}, where domains differ most" if worst < len(layers) else "",
         f"cells: % of the layer's assignments; white: the even share{even}" if numbers else "",
         "outlined: the domain's experts" if experts else "",
     ]
     text = [part for line in lines for part in wrap(line, int(12 * width_of_page))]
-    figure = new_figure(width_of_page, 0.9 + 0.2 * len(text) + rows * (height + 0.4))
+    labels = [
+        name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in names or map(str, range(n))
+    ]
+    upright = names is not None and max(map(len, labels)) > 2
+    height_of_names = 0.08 * max(map(len, labels)) if upright else 0.0
+    figure = new_figure(width_of_page, 0.9 + 0.2 * len(text) + rows * (height + 0.4) + height_of_names)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, domain, share_LN, relative_LN in zip(axes.flat, shown, share_DLN, relative_DLN.numpy(), strict=False):
         image = axis.imshow(relative_LN, cmap=colors, norm=norm, aspect="auto")
         axis.set_title(domain, parse_math=False, fontsize=11)  # names may have dollar signs
-        axis.set_xticks(range(0, n, 1 if numbers else max(1, n // 8)))
+        ticks = range(0, n, 1 if numbers else max(1, n // 8))
+        axis.set_xticks(ticks, [labels[i] for i in ticks], rotation=90 if upright else 0, parse_math=False)
         axis.set_yticks(range(len(layers)), layers)
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)

@@ -19,7 +19,7 @@ from ..models.model_size import ModelSize
 from ..routing.statistics import LoadHealth
 from ..utils.expert_likeness import likeness
 from ..utils.model_card import last_part
-from .figures import DPI, plot_bars
+from .figures import DPI, plot_bars, telling_layer
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
 from .texts import MOST_TOKENS, Texts
@@ -157,13 +157,13 @@ def write_html(
         facts.append(choice)
     with tempfile.TemporaryDirectory() as folder:
         figures = {file.stem: file for file in files if file.suffix in _TYPES}
-        figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
+        figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png", names)}
         sections = [
             shares_section(shares, figures["load"], tokens, statistics.sizes, names),
             _texts(texts),
             *_compliance(statistics, figures),
             load_section(health, has_map, bool(about.get("mixed"))),
-            _layers(statistics),
+            _layers(statistics, names),
             *_similarity(about["similarity"], about["similarity_of"], names),
             *_token_classes(statistics, names),
         ]
@@ -207,7 +207,8 @@ def load_line(health: LoadHealth, wanted: bool = False) -> str:
 
 def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | None = None) -> str:
     """
-    Which experts serve mostly one domain, in the layer that tells domains apart most, in a sentence; "" for one domain.
+    Say which experts serve mostly one domain, in the layer that tells domains apart most; "" for one domain. Mostly is
+    two thirds of an expert's tokens at least, and 1.5 times the even share.
 
     Args:
         shares: domain → each expert's share of its layer's assignments, [L, n].
@@ -215,12 +216,13 @@ def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | N
     """
     if len(shares) < 2:
         return ""
-    share_DLN = torch.stack(list(shares.values()))
-    layer = int((share_DLN - share_DLN.mean(0)).abs().sum((0, 2)).argmax())
-    part_DN = share_DLN[:, layer] / share_DLN[:, layer].sum(0).clamp(min=1e-12)  # as if domains had equally many
+    layer = telling_layer(shares)
+    share_DN = torch.stack([share_LN[layer] for share_LN in shares.values()])
+    part_DN = share_DN / share_DN.sum(0).clamp(min=1e-12)  # as if domains had equally many
     served = defaultdict(list)
+    least = max(2 / 3, 1.5 / len(shares)) - 1e-6  # one of two domains always has half
     for expert, (part, domain) in enumerate(zip(*part_DN.max(0), strict=True)):
-        if part > 0.5:
+        if part >= least:
             served[list(shares)[domain]].append(_name(expert, names))
     if not served:
         domain, expert = divmod(int(part_DN.argmax()), part_DN.shape[1])
@@ -349,12 +351,13 @@ def _texts(texts: Texts) -> Section:
     return Section("Which expert serves each token", [text], texts=texts)
 
 
-def _layers(statistics: RoutingStatistics) -> Section:
+def _layers(statistics: RoutingStatistics, names: Sequence[str] | None) -> Section:
     rows = []
     counts_LN, effective_L = statistics.counts.sum(0), statistics.effective_sums.sum(0) / statistics.tokens.sum()
     for layer, (cv, n) in enumerate(zip(statistics.variations(), statistics.sizes, strict=True)):
         share_N = counts_LN[layer, :n] / counts_LN[layer].sum()
-        extremes = (f"{i} ({float(share_N[i]):.1%})" for i in (int(share_N.argmin()), int(share_N.argmax())))
+        ends = (int(share_N.argmin()), int(share_N.argmax()))
+        extremes = (f"{_name(i, names)} ({float(share_N[i]):.1%})" for i in ends)
         rows.append([str(layer), str(n), f"{cv:.2f}", *extremes, f"{float(effective_L[layer]):.2f}"])
     text = (
         "The effective number of experts of a token is (Σg)²/Σg² of its gates g: k if all are equal, near 1 if one has "

@@ -50,10 +50,18 @@ def load_rows(
         max_examples: how many examples to use, from the first on; None: all.
     """
     dataset = load_data(data, "--data", label_column, split)
+    whole = dataset
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
     check_rows(dataset, "--data", tokenizer, label_column)
     check_domains(dataset, label_column)
+    if label_column and len(dataset) < len(whole):
+        used, every = ({label_text(label) for label in rows.unique(label_column)} for rows in (dataset, whole))
+        if left := sorted(every - used):
+            logger.warning(
+                "--max-examples %d: the first rows have none of %s; shuffle the data first",
+                max_examples, ", ".join(left[:8]),
+            )  # fmt: skip
     args = preparation(max_length)
     rows, collator = tokenized(dataset, tokenizer, args)
     check_learnable(f"--data {data!r}", rows, args)

@@ -7,7 +7,7 @@ Legend: L layers, n experts, P position buckets.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -64,24 +64,26 @@ def write_report(
     """
     written = [folder / MAIN, folder / "load.csv"]
     write_json(written[0], {**statistics.as_dict(), "about": dict(about or {})})
-    shares, names = statistics.shares(), (about or {}).get("expert_names") or range(max(statistics.sizes))
+    shares, names = statistics.shares(), (about or {}).get("expert_names")
     rows: list[list[Any]] = []
     for domain, share_LN in shares.items():
         for layer, n in enumerate(statistics.sizes):
-            rows += [[domain, layer, names[i], float(share_LN[layer, i])] for i in range(n)]
+            rows += [[domain, layer, names[i] if names else i, float(share_LN[layer, i])] for i in range(n)]
     _write_csv(written[1], ["domain", "layer", "expert", "share"], rows)
     if statistics.allowed is not None:
         written.append(folder / "compliance.csv")
         _write_compliance(statistics, written[-1])
-    return written + write_figures(statistics, folder, suffix)
+    return written + write_figures(statistics, folder, suffix, names)
 
 
-def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> list[Path]:
+def write_figures(
+    statistics: RoutingStatistics, folder: Path, suffix: str, names: Sequence[str] | None = None
+) -> list[Path]:
     """The figures of `write_report`; returns their paths."""
     written, largest, shares = [folder / f"load{suffix}"], _largest(statistics), statistics.shares()
     title = "Where each domain's tokens go" if len(shares) > 1 else "Where the tokens go"
     shown = {domain: shares[domain] for domain in largest}
-    plot_shares(shown, written[-1], title, statistics.expert_map, statistics.sizes)
+    plot_shares(shown, written[-1], title, statistics.expert_map, statistics.sizes, names)
     if statistics.allowed is not None:
         compliance = statistics.compliance_by_domain()
         written.append(folder / f"compliance{suffix}")

@@ -23,6 +23,7 @@ from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.routing import LoadHealth, load_health
 from moe_peft.utils.model_card import write_model_card
+from tests.helpers.browser import NEEDS_BROWSER, open_browser, resize
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, N, ids, routed_model
@@ -175,6 +176,22 @@ def test_a_load_map_shows_the_worst_layers_around_an_even_share(drawn, tmp_path)
     assert drawn[1].axes[0].get_yticklabels()[0].get_text() != "13"  # half of it goes to experts that the map names
     figures.plot_shares({"a": torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])}, tmp_path / "c.png", "", sizes=[2, 3])
     assert drawn[2].axes[0].images[0].get_array().mask.tolist() == [[False, False, True], [False] * 3]
+
+
+def test_a_load_map_names_experts_and_has_the_layer_where_domains_differ_most(drawn, tmp_path):
+    names = ["code", "a name that is too long", "$x$", "prose"]
+    uneven = torch.full((20, 4), 0.25)
+    uneven[:13] = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    apart = {"a": uneven.clone(), "b": uneven.clone()}
+    apart["a"][17], apart["b"][17] = torch.tensor([[0.4, 0.1, 0.4, 0.1], [0.1, 0.4, 0.1, 0.4]])
+    figures.plot_shares(apart, tmp_path / "a.png", "Load", names=names)
+    axis = drawn[0].axes[0]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["code", "a name that is …", "$x$", "prose"]
+    assert len(axis.get_yticklabels()) == 12 and axis.get_yticklabels()[-1].get_text() == "17"
+    assert "11 most uneven of 20 layers" in drawn[0].get_suptitle() and "layer 17" in drawn[0].get_suptitle()
+    assert who_serves_what(apart, names).startswith("In layer 17")
+    figures.plot_shares({"a": apart["a"]}, tmp_path / "b.png", "Load")
+    assert [tick.get_text() for tick in drawn[1].axes[0].get_xticklabels()] == ["0", "1", "2", "3"]
 
 
 def test_a_method_has_one_color_and_its_variants_dashes(drawn, tmp_path):
@@ -388,6 +405,21 @@ def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
     assert f"load CV {report['load']['variation']:.2f}" in html.unescape(page.text)
 
 
+@NEEDS_BROWSER
+@pytest.mark.slow
+def test_on_a_phone_tables_scroll_in_their_own_boxes(tmp_path):
+    long = [f"{'customer' * 6}-{i}" for i in range(16)]
+    sections = [Section(long[0], long, header=long, rows=[long]), Section("few", header=["a", "b"], rows=[["1", "2"]])]
+    page = write_page(tmp_path / "page.html", long[0], long, sections, long)
+    (tmp_path / "profile").mkdir()
+    with open_browser(tmp_path / "profile") as browser:
+        resize(browser, 390, 844)
+        browser.get(page.as_uri())
+        widths = "return [document.documentElement, ...document.querySelectorAll('.wide')].map(e => e.{}Width)"
+        inner, outer = (browser.execute_script(widths.format(name)) for name in ("scroll", "client"))
+    assert inner[0] <= 390 and max(outer) <= 390 and inner[1] > 390 and inner[2] == outer[2]
+
+
 def test_pages_escape_what_data_say(tmp_path):
     section = Section("A <b>", ["x < y"], "& `<i>`", header=["<td>"], rows=[["<script>alert(1)</script>"]])
     page = Page(write_page(tmp_path / "page.html", "<i>title", ["a & b"], [section]))
@@ -416,6 +448,17 @@ def test_what_a_page_begins_with_needs_no_other_words():
     assert who_serves_what(shares) == f"In layer 1, where domains differ most, {served}."
     assert who_serves_what({"all": shares["code"]}) == ""
     assert who_serves_what({"code": shares["code"], "prose": shares["code"]}).startswith("No expert serves mostly one")
+    # One of two domains always has half of an expert: three quarters are needed, two thirds where there are more.
+    for domains, share, serves in (
+        (2, 0.74, False),
+        (2, 0.75, True),
+        (3, 0.66, False),
+        (3, 0.67, True),
+        (9, 0.66, False),
+    ):
+        rest = (1 - share) / (domains - 1)
+        one = {f"d{i}": torch.tensor([[share if i == 0 else rest, 1.0]]) for i in range(domains)}
+        assert who_serves_what(one).startswith("In layer 0") == serves, (domains, share)
     losses = {"base": {"a": 2.0, "b": 3.0, "mean": 2.5}, "LoRA": {"mean": 1.5}, "UpIT": {"a": 1.0, "b": 3.5, "mean": 2}}
     expected = "Better than the base in 1 of 2 domains: mean held-out loss 2.00 (base 2.50, LoRA 1.50)."
     assert losses_line(losses) == expected

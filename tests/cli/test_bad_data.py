@@ -164,6 +164,15 @@ def test_a_column_of_too_many_values_is_none_of_domains(tokenizer, tmp_path, cap
     assert len(load_rows(tokenizer, str(tmp_path / "eval.jsonl"), "domain", "train[1:]", **limits).data) == 1000
 
 
+@pytest.mark.parametrize(("column", "count", "left"), [("domain", 4, "b, c"), ("domain", 9, ""), (None, 4, "")])
+def test_the_first_rows_of_a_sorted_file_lack_domains(column, count, left, tokenizer, tmp_path, caplog):
+    (tmp_path / "sorted.jsonl").write_text("\n".join(json.dumps({**PAIR, "domain": label}) for label in "aaaabbbbc"))
+    limits = {"batch_size": 8, "max_length": 64, "max_examples": count}
+    assert len(load_rows(tokenizer, str(tmp_path / "sorted.jsonl"), column, "train", **limits).data) == count
+    said = [record.getMessage() for record in caplog.records if "--max-examples 4" in record.getMessage()]
+    assert len(said) == bool(left) and all(f"none of {left};" in line for line in said)
+
+
 def test_labels_are_gone_through_once():
     assert rows_of_labels(iter([10, 9, 10, 2])) == {10: [0, 2], 2: [3], 9: [1]}
     assert list(rows_of_labels(iter([10, 9, 10, 2]))) == [10, 2, 9]  # as text

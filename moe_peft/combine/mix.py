@@ -220,9 +220,9 @@ def _keeps_sums(settings: MixSettings, model: Any) -> bool:
     size = size_of_sums(layers[0].num_experts, [layer.module.in_features for layer in layers])
     if settings.keep_sums is None and size > KEPT:
         logger.warning(
-            "%s is not written, as it would take %d MB; with --keep-sums, an expert can join or leave with only its "
-            "own texts",
-            SUMS, size // 10**6,
+            "%s is not written: for %d routers (LoRAs on attention have one for each linear) it would take %d MB, and "
+            "%d is the most by default; without it, --add-to needs texts of all experts; --keep-sums writes it",
+            SUMS, len(layers), size >> 20, KEPT >> 20,
         )  # fmt: skip
         return False
     return settings.keep_sums is not False

@@ -296,6 +296,26 @@ def test_with_sums_an_expert_needs_only_its_own_texts(replace, parts, tmp_path):
     same_gates(tmp_path / "joined", tmp_path / "anew")
 
 
+@pytest.mark.parametrize(
+    ("keep", "written", "warned"), [(None, False, True), (False, False, False), (True, True, False)]
+)
+def test_sums_that_are_too_large_are_not_written_without_a_word(
+    keep, written, warned, case, tmp_path, caplog, monkeypatch
+):
+    """LoRAs on attention have a router for each linear: 2 FFNs and 8 linears here."""
+    for i, name in enumerate("ab"):
+        write_lora(tmp_path / name, case / "base", i, ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"])
+    monkeypatch.setattr("moe_peft.combine.mix.KEPT", 10)
+    adapters, files = [str(tmp_path / name) for name in "ab"], [str(case / f"{name}.jsonl") for name in "ab"]
+    mix(settings(
+        case, output=str(tmp_path / "out"), adapters=adapters, data=files, label_column=None, keep_sums=keep,
+    ))  # fmt: skip
+    assert (tmp_path / "out/ridge_sums.safetensors").is_file() == written
+    said = [record.getMessage() for record in caplog.records if "ridge_sums" in record.getMessage()]
+    assert len(said) == warned
+    assert all(word in line for line in said for word in ("10 routers", "--add-to", "--keep-sums"))
+
+
 @pytest.mark.parametrize(("replace", "labels"), [(None, "xyzd"), (1, "xdz")])
 def test_experts_that_get_other_names_keep_what_they_are_for(replace, labels, parts, tmp_path):
     mix(settings(

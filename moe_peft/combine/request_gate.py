@@ -200,6 +200,11 @@ class RequestGate:
         """The adapters, in order."""
         return [name for name in self.vectors if name != BASE]
 
+    @property
+    def columns(self) -> list[str]:
+        """Name the columns of `scores`: the adapters, `"base"`, and adapters that have left."""
+        return [*self.vectors, *self.gone]
+
     @classmethod
     def fit(
         cls,
@@ -307,10 +312,7 @@ class RequestGate:
         return vectors_RLD[torch.tensor(order).argsort()]
 
     def scores(self, requests: Sequence[Request]) -> torch.Tensor:
-        """
-        How much each request is for each of `vectors`, the adapters and the base, and then of `gone`, float64 [R, n];
-        about 0 to 1.
-        """
+        """How much each request is for each of `columns`, float64 [R, n]; about 0 to 1."""
         return self.classifier(self.read(requests))
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:

@@ -245,6 +245,10 @@ def test_the_base_answers_for_an_adapter_that_is_gone(base, gate, tmp_path):
     gone = gate.without_adapter("code", to_base=True)
     assert gone.names == ["math", "prose"] and gate.names == [*TEXTS]
     # Its requests go to the base, and no other request goes elsewhere: the texts are still told apart as before.
+    for each, names in ((gate, [*TEXTS, "base"]), (gone, ["math", "prose", "base", "code"])):
+        assert each.columns == names
+        best = each.scores(asked["code"]).mean(0).argmax()
+        assert names[best] == "code" and each.scores(asked["code"]).shape[1] == len(names)
     before, after = (g.pick([text for of in asked.values() for text in of] + NEUTRAL) for g in (gate, gone))
     assert "code" in before and after == [None if name == "code" else name for name in before]
     gone.save_pretrained(tmp_path)

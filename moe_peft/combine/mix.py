@@ -6,6 +6,7 @@ and measured on held-out rows beside the base, each expert alone, their mean, an
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -78,6 +79,9 @@ def labels_of(settings: MixSettings) -> list[str]:
         raise InputError(f"labels={labels}: {taken[0]!r} is a line or column of the tables; give another (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
         raise InputError(f"labels={labels}: {len(sources)} experts; give a name for each")
+    places = [os.path.realpath(source) for source in sources]
+    if again := [source for i, source in enumerate(sources) if places[i] in places[:i]]:
+        raise InputError(f"{'adapters' if settings.adapters else 'models'}={again[0]!r}: is given twice")
     return labels
 
 

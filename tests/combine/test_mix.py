@@ -296,6 +296,15 @@ def test_the_same_lora_is_no_second_expert(field, case, tmp_path):
     mix(settings(case, output=str(tmp_path / "out"), **given, **OF_ARROW))
 
 
+@pytest.mark.parametrize("field", ["adapters", "models"])
+def test_a_folder_is_no_second_expert_under_the_name_of_a_link(field, case, tmp_path):
+    name = "a" if field == "adapters" else "dense-a"
+    (tmp_path / "link").symlink_to(case / name)
+    given = {"adapters": None, field: [str(case / name), str(tmp_path / "link")], "labels": ["a", "b"]}
+    with pytest.raises(ValueError, match=rf"{field}='.*/link': is given twice"):
+        mix(settings(case, output=str(tmp_path / "out"), **given))
+
+
 @pytest.mark.parametrize("field", ["adapters", "always", "add_to"])
 def test_a_lora_that_was_never_trained_is_warned_of(field, case, tmp_path, caplog):
     shutil.copytree(case / "d", tmp_path / "new")

@@ -90,7 +90,7 @@ def plot_shares(
     L, n = share_DLN.shape[1:]
     size_L = torch.tensor(sizes or [n] * L)
     share_DLN = share_DLN.masked_fill(torch.arange(n) >= size_L[:, None], float("nan"))
-    # The layers: all in their order, or the worst 12, the worst first; a page speaks of the last one.
+    # The layers: all in their order, or the worst 12, the worst first, with the one of a page's headline.
     if experts is None:
         badness_L, chosen_by = (share_DLN.nanmean(0) * size_L[:, None] - 1).square().nanmean(1), "most uneven"
     else:

@@ -156,7 +156,7 @@ def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | N
     """The mixture that an adapter joins, if it joins one, and the adapters."""
     adapters = [open_folder(name, "adapters", LoraFolder, base=settings.base) for name in settings.adapters or []]
     always = [] if settings.always is None else [open_folder(settings.always, "always", LoraFolder, base=settings.base)]
-    _check_trained([*adapters, *always])
+    _check_loras([*adapters, *always])
     if settings.add_to is None:
         return None, adapters
     mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
@@ -169,7 +169,7 @@ def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | N
     return mixture, adapters
 
 
-def _check_trained(loras: Sequence[LoraFolder]) -> None:
+def _check_loras(loras: Sequence[LoraFolder]) -> None:
     """Raise if two LoRAs are the same. Warn of one that changes nothing."""
     seen: dict[Any, LoraFolder] = {}
     for lora in loras:

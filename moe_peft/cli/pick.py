@@ -147,16 +147,17 @@ def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
 
     files, column = settings.data or [], settings.label_column
     if column is None:
-        labels = settings.labels or [Path(file).stem for file in files]
+        labels = [label_text(label) for label in settings.labels or [Path(file).stem for file in files]]
         parts = {label: load_data(file, "--data", None) for label, file in zip(labels, files, strict=True)}
     else:
         data = load_data(files[0], "--data", column)
         check_labels(data, "--data", column)
         rows = rows_of_labels(map(label_text, data[column]))
-        for label in settings.labels or ():
+        labels = list(map(label_text, settings.labels or rows))
+        for label in labels:
             if label not in rows:
                 raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which --data has")
-        parts = {label: data.select(rows[label]) for label in settings.labels or rows}
+        parts = {label: data.select(rows[label]) for label in labels}
     tokenizer = open_folder(settings.base or "", "base", DenseFolder, NativeFolder).tokenizer
     requests = {}
     for label, part in parts.items():

@@ -33,6 +33,7 @@ from ..native.folders import (
 from ..native.gate_sums import FILE as SUMS
 from ..native.gate_sums import KEPT, WAY, read_sums, renumbered, size_of_sums, write_sums
 from ..native.upcycle import mean_model
+from ..routing.expert_map import label_text
 from ..utils.io import hash_file, new_folder, read_json, write_json
 from ..utils.loading import CONFIG, adapter_weights, check_tokenizer, read_adapter_weights
 from ..utils.messages import InputError
@@ -57,7 +58,7 @@ def labels_of(settings: MixSettings) -> list[str]:
     labels = [Path(source).name or Path(source).resolve().name for source in sources]
     if settings.add_to is not None:
         path = Path(settings.add_to, REPORT)
-        gates = read_json(path)["gates"] if path.is_file() else settings.gates
+        gates = read_json(path).get("gates") if path.is_file() else settings.gates
         if gates != settings.gates:
             raise InputError(
                 f"gates={settings.gates!r}: those of {settings.add_to!r} are {gates!r}, whose logits have another "
@@ -69,7 +70,7 @@ def labels_of(settings: MixSettings) -> list[str]:
         former = (config.expert_names or [])[: config.num_updates]
         position = len(former) if settings.replace is None else settings.replace
         labels = [*former[:position], *labels, *former[position + 1 :]]
-    labels = labels if settings.labels is None else settings.labels
+    labels = [label_text(label) for label in (labels if settings.labels is None else settings.labels)]
     if not all(labels):
         raise InputError(f"labels={labels}: an expert has no name; give names (--labels)")
     if len(set(labels)) < len(labels):

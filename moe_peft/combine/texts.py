@@ -50,7 +50,7 @@ class Source:
             labels = [self.new] if self.joins and len(files) == 1 else labels
             if len(files) != len(labels):
                 raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
-            stems = [Path(file).stem for file in files]
+            stems = [label_text(Path(file).stem) for file in files]
             if stems != [*labels] and sorted(stems) == sorted(labels):
                 raise InputError(f"{named}: {files[0]}: give the files in the order of {', '.join(labels)}")
             parts = [load_data(file, named, None) for file in files]
@@ -114,8 +114,8 @@ class Source:
         return _joined(used, "--data"), _joined(tests, "--data" if s.test_data is None else "--test-data")
 
     def of_prompts(self) -> Dataset:
-        prompts, labels = self.settings.prompts or {}, self.labels
-        labels = [self.new] if self.joins and prompts.keys() == {self.new} else labels
+        prompts = {label_text(label): texts for label, texts in (self.settings.prompts or {}).items()}
+        labels = [self.new] if self.joins and prompts.keys() == {self.new} else self.labels
         for label in [*(prompts.keys() - set(labels)), *(set(labels) - prompts.keys())]:
             raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(labels)}")
         return Dataset.from_list([

@@ -755,3 +755,30 @@ def test_an_adapter_that_is_always_on(case, tmp_path, tokenizer):
         both.base_model.set_adapter([name, "d"])
         with force_experts(model, name), torch.no_grad():
             assert_near(model(ids).logits, both(ids).logits)
+
+
+COMPOSED, DECOMPOSED = "caf\u00e9", "cafe\u0301"
+
+
+@pytest.mark.parametrize("folder", [COMPOSED, DECOMPOSED])
+@pytest.mark.parametrize("data", [COMPOSED, DECOMPOSED])
+@pytest.mark.parametrize("given", ["column", "files", "labels", "prompts"])
+def test_a_name_is_the_same_however_its_accents_are_written(folder, data, given, case, tmp_path):
+    """File systems decompose names, keyboards do not."""
+    shutil.copytree(case / "b", tmp_path / folder)
+    own = {"adapters": [str(case / "a"), str(tmp_path / folder)], "data": None, "label_column": None}
+    of = {"a": [row["text"] for row in rows() if row["domain"] == "a"],
+          data: [row["text"] for row in rows() if row["domain"] == "b"]}  # fmt: skip
+    lines = {name: [json.dumps({"text": text, "domain": name}) for text in texts] for name, texts in of.items()}
+    if given == "files":
+        own["data"] = [str(tmp_path / f"{name}.jsonl") for name in of]
+        for file, content in zip(own["data"], lines.values(), strict=True):
+            Path(file).write_text("\n".join(content))
+    elif given == "prompts":
+        own |= {"prompts": {name: {"positive": texts} for name, texts in of.items()}, "gates": "prompts"}
+    else:
+        own |= {"data": [str(tmp_path / "all.jsonl")], "label_column": "domain"}
+        Path(own["data"][0]).write_text("\n".join(lines["a"] + lines[data]))
+        own |= {"labels": ["a", data]} if given == "labels" else {}
+    mix(settings(case, output=str(tmp_path / "out"), **own))
+    assert PeftConfig.from_pretrained(tmp_path / "out").expert_names == ["a", COMPOSED]

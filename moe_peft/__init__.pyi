@@ -6,6 +6,7 @@ from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
 from .combine.experts import put_expert
+from .combine.regmean import regmean
 from .combine.request_gate import RequestGate
 from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
@@ -47,6 +48,7 @@ __all__ = [
     "put_expert",
     "record_routing",
     "register_ffn_layout",
+    "regmean",
     "replace_routers",
     "router_bias_updates",
     "weigh_experts",

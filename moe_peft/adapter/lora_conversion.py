@@ -21,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..utils.compat import private
 from ..utils.distributed import shape_of
 from ..utils.io import atomic_write
-from ..utils.loading import read_adapter_config, read_adapter_weights
+from ..utils.loading import as_lora, read_adapter_config, read_adapter_weights, way_to_lora, with_scaled_rows
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from .base_model import behind_backbone, embeddings_name, has_routed_experts, short_names
@@ -40,7 +40,11 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "use_dora": (False, "DoRA rescales the whole weight; train a LoRA without it"),
     "bias": ("none", "biases of the base were trained; train a LoRA without them"),
     "lora_bias": (False, "an expert has no bias; train a LoRA without it"),
-    "target_parameters": (None, "LoRAs on parameters of a MoE have no place in an expert; adapt linear layers"),
+    "target_parameters": (
+        None,
+        "the experts of a MoE cannot hold experts; train LoRAs on its attention (target_modules=['q_proj', …]), or "
+        "serve these as they are with moe-peft pick",
+    ),
     "alora_invocation_tokens": (None, "it is active only after certain tokens; train an ordinary LoRA"),
     "layer_replication": (None, "its base repeats some layers; train a LoRA of the base as it is"),
     "use_qalora": (False, "its A reads means of inputs; train an ordinary LoRA"),
@@ -522,10 +526,12 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
         active = source.active_adapters[0]
-        source = source.peft_config[active], get_peft_model_state_dict(source, adapter_name=active)
+        state = with_scaled_rows(get_peft_model_state_dict(source, adapter_name=active))
+        source = as_lora(source.peft_config[active]), state
     config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
-        raise InputError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
+        way = way_to_lora(config.peft_type)
+        raise InputError(f"lora_to_moe: {name} is an adapter of type {config.peft_type.value}; give plain LoRA adapters{way}")
     _check_plain(config, f"lora_to_moe: {name}")
     state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}

@@ -42,6 +42,7 @@ from ..utils.loading import (
     read_adapter_weights,
     read_config,
     read_tokenizer,
+    way_to_lora,
 )
 from ..utils.messages import InputError, choice_error
 from .expert_init import FFN
@@ -165,8 +166,10 @@ def open_folder(
     folder: ModelFolder
     adapter = find_adapter(path, field, base)
     if adapter is not None:
-        if wanted and not isinstance(adapter, wanted) and Path(path, CONFIG).is_file():
-            _refuse_adapter(path, source)
+        if wanted and not isinstance(adapter, wanted):
+            if Path(path, CONFIG).is_file():
+                _refuse_adapter(path, source)
+            expect(adapter, *wanted)
         adapter.config = read_adapter_config(path, source)
         folder = adapter
     elif base is not None:
@@ -183,7 +186,7 @@ def find_adapter(path: str | os.PathLike, field: str, base: str | os.PathLike | 
     config = _find(path, ADAPTER_CONFIG)
     if config is None:
         return None
-    kinds: dict[Any, type[AdapterFolder]] = {"LORA": LoraFolder, "MOE_LORA": MoELoraFolder}
+    kinds: dict[Any, type[AdapterFolder]] = {"LORA": LoraFolder, "ADALORA": LoraFolder, "MOE_LORA": MoELoraFolder}
     kind = read_json(config).get("peft_type")
     return kinds.get(kind if isinstance(kind, str) else None, AdapterFolder)(path, field, base)
 
@@ -225,7 +228,9 @@ def base_named(name: str, revision: str | None) -> str:
 def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
     """The folder, which must be of one of these kinds."""
     if not isinstance(folder, wanted):
-        raise InputError(f"{folder}: is {folder.kind}; give {' or '.join(kind.kind for kind in wanted)}")
+        kinds = " or ".join(str(kind.kind) for kind in wanted)
+        way = way_to_lora(folder.config.peft_type) if type(folder) is AdapterFolder and LoraFolder in wanted else ""
+        raise InputError(f"{folder}: is {folder.kind}; give {kinds}{way}")
     return folder
 
 
@@ -249,12 +254,15 @@ class AdapterFolder(ModelFolder):
         base: its base; None: the one that its config names.
     """
 
-    kind = "an adapter of another type"
     remedy = "name it with --base"  # where the config names no base
 
     def __init__(self, path: str | os.PathLike, field: str, base: str | os.PathLike | None = None) -> None:
         super().__init__(path, field)
         self.other_base = base
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return f"an adapter of type {self.config.peft_type.value}"
 
     @cached_property
     def config(self) -> PeftConfig:

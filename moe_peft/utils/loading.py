@@ -19,8 +19,11 @@ import peft
 import torch
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import hf_hub_download
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, AdaLoraConfig, LoraConfig, PeftConfig, PeftType
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
+from torch.nn.functional import pad
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -50,7 +53,7 @@ CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", 
 
 def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig:
     """
-    An adapter's config: a folder's, or that of a name on the hub.
+    An adapter's config: a folder's, or that of a name on the hub. AdaLoRA's is that of the LoRA which it is.
 
     Args:
         source: the field and its value, for messages.
@@ -70,16 +73,52 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
         raise InputError(
             f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
         )
-    if kind in ("MOE_LORA", "LORA"):
+    if kind in ("MOE_LORA", "LORA", "ADALORA"):
         _check_fields(saved, source, kind)
-    _check_sizes(saved, source)
+        _check_sizes(saved, source)
     _check_patterns(saved, source)
     with reading(source):
-        config = PeftConfig.from_pretrained(os.fspath(folder))
+        config = as_lora(PeftConfig.from_pretrained(os.fspath(folder)))
     base = config.base_model_name_or_path
     if not isinstance(base, (str, type(None))):
         raise InputError(f"{source}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
     return config
+
+
+def as_lora(config: PeftConfig) -> PeftConfig:
+    """Return the config of the LoRA that an AdaLoRA is, with its E in A: see `with_scaled_rows`; others stay."""
+    if not isinstance(config, AdaLoraConfig):
+        return config
+    scaling = config.lora_alpha / (config.init_r + 1e-5)  # PEFT's forward pass has the 1e-5
+    kept = config.rank_pattern or {}
+    ranks = {name.partition(".lora_E")[0]: max(sum(rows), 1) for name, rows in kept.items()}
+    shared = {each.name: getattr(config, each.name) for each in fields(LoraConfig) if each.init}
+    return LoraConfig(**{
+        **shared, "r": config.init_r, "lora_alpha": scaling * config.init_r, "use_rslora": False,
+        "rank_pattern": ranks, "alpha_pattern": {name: scaling * rank for name, rank in ranks.items()},
+    })  # fmt: skip
+
+
+def with_scaled_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors with A [r, in] of AdaLoRA times its E [r, 1], as a LoRA has them; others stay."""
+    scaled: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        module, _, kind = key.rpartition(".")
+        if (E := tensors.get(f"{module}.lora_E")) is None:
+            scaled[key] = tensor
+        elif kind != "lora_E":
+            missing = int(len(E) == 0)  # a LoRA has one row at least, here of zeros
+            is_A = kind == "lora_A"
+            scaled[f"{key}.weight"] = pad(tensor * E if is_A else tensor, (0, 0, 0, missing) if is_A else (0, missing))
+    return scaled
+
+
+def way_to_lora(kind: PeftType) -> str:
+    """Return how adapters of a type become LoRAs, to end a message; empty if PEFT cannot convert them."""
+    layer = getattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "tuner_layer_cls", None)
+    kinds = () if layer is None else (layer, *layer.__subclasses__())
+    converts = any(each.supports_lora_conversion is not BaseTunerLayer.supports_lora_conversion for each in kinds)
+    return ", which peft.save_as_lora makes of it" if converts else ""
 
 
 def _adapter_file(folder: str | os.PathLike, name: str, source: object) -> Path:
@@ -104,10 +143,10 @@ def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
     program = "moe-peft-hf" if kind == "MOE_LORA" else f"PEFT ({peft.__version__})"
     for name, value in saved.items():
         is_off = value in (None, False, "", 0, [], {})
-        is_off |= kind == "LORA" and isinstance(value, (str, int, float)) and value is not True
+        is_off |= kind != "MOE_LORA" and isinstance(value, (str, int, float)) and value is not True
         if name in supported or name == "runtime_config" or is_off:
             continue
-        if kind == "LORA" and isinstance(value, dict) and not name.endswith("_config"):
+        if kind != "MOE_LORA" and isinstance(value, dict) and not name.endswith("_config"):
             logger.warning("%s: %s: %s is not a field of PEFT's, and not read", source, ADAPTER_CONFIG, name)
         else:
             raise InputError(
@@ -121,11 +160,13 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     Raises:
         ValueError: a size in an adapter's config is not a number above 0, or would take all memory.
     """
-    counts = ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
+    counts = ("r", "init_r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
     sizes = {name: saved[name] for name in counts if name in saved}
     if sizes.get("lora_alpha", 1) is None and saved.get("peft_type") == "MOE_LORA":
         del sizes["lora_alpha"]
     for name in _PATTERNS:
+        if name == "rank_pattern" and saved.get("peft_type") == "ADALORA":
+            continue  # it says which rows of A are left
         if not isinstance(value := saved.get(name) or {}, dict):
             raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
         sizes |= {f"{name}.{module}": number for module, number in value.items()}
@@ -186,7 +227,7 @@ def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str,
     """An adapter's tensors, on the CPU; see `adapter_weights`."""
     path = adapter_weights(folder, source)
     with reading(f"{source}: its weights cannot be read", "save the adapter again"):
-        tensors = load_file(path)
+        tensors = with_scaled_rows(load_file(path))
     # PEFT saves a head in `modules_to_save` of resized embeddings three times.
     copies = re.compile(r"\.(original_module|modules_to_save)\.")
     return {

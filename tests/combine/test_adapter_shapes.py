@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    save_as_lora,
+)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +39,8 @@ from moe_peft.combine.mix import mix
 from moe_peft.models.introspection import observed_routing
 from moe_peft.models.layer import native_layers, routed_layers
 from moe_peft.models.steering import serve_alone
+from moe_peft.native.folders import LoraFolder, open_folder
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.mix_case import FFN, make_case, settings
 from tests.helpers.models import tiny_llama
@@ -87,13 +101,12 @@ TEN = [
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "switched on in a newer peft": ({"use_mora": True}, "use_mora=True: this version of PEFT .* does not know it"),
     "configured in a newer peft": ({"mora_config": {"type": 6}}, r"mora_config=\{'type': 6\}: this version of PEFT"),
-    "another type": ({"peft_type": "LOHA"}, "is an adapter of another type; give a LORA adapter"),
     "a type of a newer peft": ({"peft_type": "MORA"}, "peft_type='MORA': PEFT .* has no such adapters"),
     "dora": ({"use_dora": True}, "use_dora=True: DoRA rescales the whole weight"),
     "biases": ({"bias": "all"}, "bias='all': biases of the base were trained"),
     "biases of its own": ({"lora_bias": True}, "lora_bias=True: an expert has no bias"),
     "a head": ({"modules_to_save": ["lm_head"]}, r"lacks the weights of modules_to_save=\['lm_head'\]"),
-    "experts of a MoE": ({"target_parameters": ["mlp.experts.up"]}, "target_parameters=.*: LoRAs on parameters"),
+    "experts of a MoE": ({"target_parameters": ["mlp.experts.up"]}, "target_parameters=.*mlp.experts.up.*q_proj"),
     "an activated LoRA": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens=.*: it is active only after"),
     "repeated layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=.*: its base repeats some layers"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': it fits only a base that"),
@@ -146,6 +159,72 @@ def test_what_an_expert_cannot_have_is_one_line(name, case, tmp_path):
             label_column=None,
         ))  # fmt: skip
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+LINEARS = {"target_modules": FFN, "task_type": "CAUSAL_LM"}
+OTHERS = {  # the type → an adapter of it
+    "OFT": OFTConfig(**LINEARS, oft_block_size=4), "IA3": IA3Config(**LINEARS, feedforward_modules=[]),
+    "LOHA": LoHaConfig(**LINEARS), "LOKR": LoKrConfig(**LINEARS), "VERA": VeraConfig(**LINEARS, r=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_adapters_of_other_types_are_called_by_their_type(kind, case, tmp_path):
+    """With PEFT's conversion where it has one, which makes an adapter that is taken."""
+    model = get_peft_model(tiny_llama(vocab=128), OTHERS[kind])
+    model.peft_config["default"].base_model_name_or_path = str(case / "base")
+    model.save_pretrained(tmp_path / "other")
+    for refuse in (
+        lambda: open_folder(tmp_path / "other", "adapters", LoraFolder),
+        lambda: lora_to_moe(tiny_llama(vocab=128), [tmp_path / "other"] * 2),
+        lambda: lora_to_moe(tiny_llama(vocab=128), [model] * 2),
+    ):
+        with pytest.raises(InputError, match=f"is an adapter of type {kind};") as error:
+            refuse()
+        assert ("save_as_lora" in str(error.value)) == (kind not in ("OFT", "IA3"))
+    if kind not in ("OFT", "IA3"):
+        save_as_lora(tmp_path / "lora", model, rank=2)
+        assert lora_to_moe(tiny_llama(vocab=128), [tmp_path / "lora", case / "a"]).peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_adalora_is_the_lora_that_peft_computes(cut, case, tmp_path):
+    """From a folder and from memory, before its ranks are cut and after; one module has no rank left."""
+    torch.manual_seed(0)
+    config = AdaLoraConfig(**LINEARS, init_r=5, target_r=2, lora_alpha=6, total_step=9)
+    base = tiny_llama(vocab=128).double()
+    model = get_peft_model(base, config).eval()
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_()
+    if cut:
+        names = [name for name, _ in model.base_model.model.named_parameters() if ".lora_E." in name]
+        rows = {name: [(i + row) % 3 > 0 for row in range(5)] for i, name in enumerate(names)} | {names[1]: [False] * 5}
+        model.base_model.resize_modules_by_rank_pattern(rows, "default")
+        model.peft_config["default"].rank_pattern = rows
+    model.save_pretrained(tmp_path / "ada")
+    model.base_model.peft_config["default"].base_model_name_or_path = str(case / "base")
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.no_grad():
+        saved = PeftModel.from_pretrained(tiny_llama(vocab=128).double(), tmp_path / "ada").eval()
+        expected = saved(ids).logits
+        for source in (tmp_path / "ada", saved):
+            mixture = lora_to_moe(tiny_llama(vocab=128).double(), [source, case / "a"]).double().eval()
+            with force_experts(mixture, 0):
+                assert_near(mixture(ids).logits, expected)
+    folder = open_folder(tmp_path / "ada", "adapters", LoraFolder, base=case / "base")
+    folder.check_tensors()
+    assert_near(folder.load("float32", on_accelerator=False)(ids).logits, expected.float())
+
+
+def test_all_linears_of_a_moe_name_the_experts_part(tmp_path):
+    """PEFT puts it into `target_parameters`; the LoRA on attention, as the message advises, is taken."""
+    for targets, name in (("all-linear", "all"), (["q_proj", "v_proj"], "attention")):
+        config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+        get_peft_model(moe_base("mixtral"), config).save_pretrained(tmp_path / name)
+    with pytest.raises(InputError, match=r"target_parameters=.*experts.*q_proj.*moe-peft pick"):
+        lora_to_moe(moe_base("mixtral"), [tmp_path / "all"] * 2)
+    assert lora_to_moe(moe_base("mixtral"), [tmp_path / "attention"] * 2)
 
 
 def test_an_adapter_of_mlx_lm_is_called_one(case, tmp_path):

@@ -22,7 +22,7 @@ import pytest
 
 from examples.demo.tasks import write_rows as demo_rows
 from moe_peft.cli import COMMANDS, dpo, main, sft
-from moe_peft.cli.foreign import FOREIGN
+from moe_peft.utils.foreign import FOREIGN
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_rows
 

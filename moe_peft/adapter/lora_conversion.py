@@ -531,7 +531,9 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         way = way_to_lora(config.peft_type)
-        raise InputError(f"lora_to_moe: {name} is an adapter of type {config.peft_type.value}; give plain LoRA adapters{way}")
+        raise InputError(
+            f"lora_to_moe: {name} is an adapter of type {config.peft_type.value}; give plain LoRA adapters{way}"
+        )
     _check_plain(config, f"lora_to_moe: {name}")
     state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}

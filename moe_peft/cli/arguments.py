@@ -27,11 +27,12 @@ from ..native.base import Base
 from ..native.folders import MoELoraFolder, open_folder
 from ..training.resuming import names_checkpoint
 from ..training.router_config import RouterLossConfig, Stage
+from ..utils.foreign import FOREIGN
 from ..utils.loading import check_tokenizer
-from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
+from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_keys
 from ..utils.validation import check_fields, check_range, prefixed, read_settings, read_yaml
-from .foreign import said_of
 from .help import GroupedParser
+from .settings import flags_in
 
 logger = logging.getLogger("moe_peft")
 
@@ -226,9 +227,9 @@ class TrainingParser(GroupedParser, TrlParser):
         settings = {} if file is None else self._read(file)
         self.set_defaults_with_config(**settings)
         options, unknown = self.parse_known_args(arguments)
-        for flag in unknown:
+        if unknown:
             known = [f"--{name}" for name in self.actions]
-            raise InputError(said_of(flag.partition("=")[0]) or unknown_key(flag, known, f"`{self.prog} --help-all`"))
+            raise InputError(str(unknown_keys(flags_in(unknown), known, "", f"`{self.prog} --help-all`", FOREIGN)))
         if options.model_name_or_path is None and options.adapter is None:
             raise InputError(
                 "model_name_or_path=None: name a model folder or a model on the hub, or a file with --config"
@@ -272,11 +273,10 @@ class TrainingParser(GroupedParser, TrlParser):
         settings = read_settings(path)
         with prefixed(path):
             settings.pop("plugins", None)  # `main` has imported them
+            known = self.actions.keys() - {"help", "config"}
+            if wrong := unknown_keys(settings, known, "", f"`{self.prog} --help-all`", FOREIGN):
+                raise InputError(wrong)
             for key, value in settings.items():
-                if said := said_of(str(key), value):
-                    raise InputError(said)
-                if key not in self.actions or key in ("help", "config"):
-                    raise InputError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
                 if self.actions[key].nargs == "+" and isinstance(value, str):
                     settings[key] = [value]
                 if str(key).endswith("_strategy") and value is False:  # what YAML makes of no

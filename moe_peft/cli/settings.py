@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ..utils.io import check_on_hub
-from ..utils.messages import InputError, one_line, unknown_key
+from ..utils.messages import InputError, one_line, unknown_keys
 from ..utils.validation import Settings, plain_types, read_settings, read_yaml, validate
 from .help import GroupedParser
 
@@ -88,9 +88,11 @@ class SettingsParser(GroupedParser):
             ValueError: no such file, an unknown key or flag, or a wrong value.
         """
         options, unknown = self.parse_known_args(arguments)
-        for flag in unknown:
+        if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
-            raise InputError(unknown_key(flag, known, f"`{self.prog} --help`"))
+            raise InputError(
+                str(unknown_keys(flags_in(unknown), known, "", f"`{self.prog} --help`", self.kind.foreign))
+            )
         flags, file = vars(options), {}
         if "config" not in self.kind.model_fields and (path := flags.pop("config")) is not None:
             file = read_settings(path)
@@ -100,6 +102,12 @@ class SettingsParser(GroupedParser):
         if missing and given.keys() <= fields.keys():  # a misspelled key is reported first
             raise InputError(f"{_flag(missing[0])}: must be given")
         return validate(self.kind, given)
+
+
+def flags_in(unknown: Sequence[str]) -> dict[str, str]:
+    """Return the flags among arguments that a parser does not know, with their values; else the first argument."""
+    flags = [argument.partition("=") for argument in unknown if argument.startswith("--")]
+    return {flag: value for flag, _, value in flags} or {unknown[0]: ""}
 
 
 def _flag(name: str) -> str:

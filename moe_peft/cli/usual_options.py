@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ..utils.foreign import FOREIGN
+from ..utils.messages import unknown_keys
 from ..utils.validation import read_settings
 from .help import GroupedParser, prepare_help
 from .settings import check_files, check_models
@@ -97,7 +99,9 @@ class UsualOptions(GroupedParser):
         everything = "--help-all" in arguments
         given = self.parse_known_args([each for each in arguments if each != "--help-all"])[0]
         if not everything:
-            self._check_paths({**({} if given.config is None else read_settings(given.config)), **_given(given)})
+            file = {} if given.config is None else read_settings(given.config)
+            if not unknown_keys(file, file, foreign=FOREIGN):  # else the complete parser says so
+                self._check_paths({**file, **_given(given)})
         parser = self.complete()
         parser.error = self.error  # type: ignore[method-assign]
         if everything:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from ..utils.foreign import FOREIGN_TO_MIX
 from ..utils.messages import InputError
 from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
 
@@ -23,6 +24,7 @@ class Prompts(Settings):
 class MixSettings(Settings):
     """The options of `moe-peft mix`, as flags and in a YAML file."""
 
+    foreign = FOREIGN_TO_MIX
     output: Text = Field(title="FOLDER", description="folder for the mixture; new or empty")
     adapters: Texts | None = Field(None, title="PATH", description="LoRA adapters: folders, or names on the hub")
     models: Texts | None = Field(None, title="PATH", description="dense models of one architecture, for a native MoE")

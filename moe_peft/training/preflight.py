@@ -21,7 +21,7 @@ from trl import SFTConfig
 from ..utils.compat import private
 from ..utils.distributed import on_main_process
 from ..utils.loading import chat_template
-from ..utils.messages import InputError, choice_error, one_line, unknown_key
+from ..utils.messages import InputError, choice_error, one_line, unknown_keys
 from .data import check_answers, check_marks
 
 
@@ -124,8 +124,8 @@ def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> 
     names = {name for function in (checkpoint, enable) for name in inspect.signature(function).parameters}
     others = {"function", "args", "kwargs", "self", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
     supported = names - others | ({"selective"} if sft else set())
-    for name in kwargs.keys() - supported:
-        raise InputError(unknown_key(f"{section}gradient_checkpointing_kwargs.{name}", supported))
+    if wrong := unknown_keys(kwargs, supported, f"{section}gradient_checkpointing_kwargs."):
+        raise InputError(wrong)
     if kwargs.get("selective") and renamed is not None:
         raise InputError(
             f"{section}gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that this version of "

@@ -26,7 +26,8 @@ from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
-from ..utils.messages import InputError, choice_error, unknown_key
+from ..utils.foreign import FOREIGN_TO_RECIPES
+from ..utils.messages import InputError, choice_error, unknown_keys
 from ..utils.plugins import load_plugins
 from ..utils.validation import (
     Count,
@@ -133,9 +134,8 @@ def fields_of(path: str, kind: type, decided: Mapping[str, str], documented: str
     """Fields of another configuration, except those that the recipe decides."""
 
     def check(settings: dict[str, Any]) -> dict[str, Any]:
-        for key in settings:
-            if key in decided:
-                raise InputError(f"{path}.{key}: {decided[key]}")
+        if wrong := [f"{path}.{key}: {decided[key]}" for key in settings if key in decided]:
+            raise InputError(" | ".join(wrong))
         check_fields(kind, settings, path, documented)
         if (steps := settings.get("save_steps", 1)) % 1:
             raise InputError(f"{path}.save_steps={steps!r}: must be a whole number of at least 1")
@@ -147,8 +147,8 @@ def fields_of(path: str, kind: type, decided: Mapping[str, str], documented: str
 def _check_quantization(settings: dict[str, Any]) -> dict[str, Any]:
     """transformers only warns of fields that it does not know."""
     names = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
-    for key in settings.keys() - names:
-        raise InputError(unknown_key(f"model.quantization.{key}", names))
+    if wrong := unknown_keys(settings, names, "model.quantization."):
+        raise InputError(wrong)
     return settings
 
 
@@ -337,6 +337,7 @@ class Recipe(Settings):
     ```
     """
 
+    foreign = FOREIGN_TO_RECIPES
     output_dir: Text
     plugins: list[Text] = Field(
         default_factory=list,

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.integrations import deepspeed
 
 from .io import no_weights, open_safetensors, read_json, read_text, reading
-from .messages import InputError, one_line, unknown_key
+from .messages import InputError, one_line, unknown_keys
 
 logger = logging.getLogger("moe_peft")
 
@@ -405,9 +405,8 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
         path: of the field that has them.
     """
     supported = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
-    for name in fields:
-        if name not in supported:
-            raise InputError(unknown_key(f"{path}.{name}", supported, "transformers' BitsAndBytesConfig"))
+    if wrong := unknown_keys(fields, supported, f"{path}.", "transformers' BitsAndBytesConfig"):
+        raise InputError(wrong)
     if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
         raise InputError(f"{path}={dict(fields)}: give load_in_4bit or load_in_8bit: true")
     try:

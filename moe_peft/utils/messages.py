@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 
 def install(extra: str) -> str:
@@ -69,18 +72,39 @@ def choice_error(field: str, value: object, names: Iterable[str | None]) -> str:
     return f"{field}={value!r}: must be one of {', '.join(map(str, names))}"
 
 
-def unknown_key(path: str, names: Iterable[str], documented: str | None = None) -> str:
+def unknown_keys(
+    given: Mapping[str, Any],
+    names: Iterable[str],
+    section: str = "",
+    documented: str | None = None,
+    foreign: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
     """
-    The message for a key that is not among `names`: the closest of them, else where to look them up.
+    Return the message on all keys that are not among `names`, and on values that only another program knows: what they
+    are here, else the closest name, else where to look them up. None if there is nothing to say.
 
     Args:
-        path: the key with its sections, dotted.
+        given: values by key.
+        section: of the keys, with its dot.
         documented: where keys are documented that are too many to list.
+        foreign: key, or "key: value", of another program → what it is here.
     """
-    names = sorted(names)
-    close = difflib.get_close_matches(path.rpartition(".")[2], names, n=1)
-    if close:
-        return f"{path}: unknown key; did you mean {close[0]!r}?"
-    if documented:
-        return f"{path}: unknown key; see {documented}"
-    return f"{path}: unknown key; known: {', '.join(names[:20])}" + (", …" if len(names) > 20 else "")
+    names, lines, others = sorted(names), [], []
+    for key, value in given.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        path, pair = f"{section}{key}", f"{name}: {value}"
+        if pair in foreign and not (isinstance(value, str) and Path(value).exists()):  # a folder may have this name
+            lines.append(f"{section}{pair}: not a setting here; instead: {foreign[pair]}")
+        elif key in names:
+            continue
+        elif name in foreign:
+            lines.append(f"{path}: not a setting here; instead: {foreign[name]}")
+        elif close := difflib.get_close_matches(str(key), names, n=1):
+            lines.append(f"{path}: unknown key; did you mean {close[0]!r}?")
+        else:
+            others.append(path)
+    if others:
+        known = f"known: {', '.join(names[:20])}" + (", …" if len(names) > 20 else "")
+        key = "key" if len(others) == 1 else "keys"
+        lines.append(f"{', '.join(others)}: unknown {key}; {f'see {documented}' if documented else known}")
+    return " | ".join(lines) or None

@@ -22,8 +22,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from .foreign import FOREIGN
 from .io import read_text
-from .messages import InputError, choice_error, one_line, unknown_key
+from .messages import InputError, choice_error, one_line, unknown_keys
 from .settings import Range
 
 # --- yaml -------------------------------------------------------------------------------------------------------------
@@ -142,8 +143,13 @@ Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 
 
 class Settings(BaseModel):
-    """A section of a recipe, or the options of a command: unknown keys are errors, and `"1"` is not a number."""
+    """
+    A section of a recipe, or the options of a command: unknown keys are errors, and `"1"` is not a number.
 
+    A subclass names keys of other programs in `foreign`: key → what it is here.
+    """
+
+    foreign: typing.ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
 
@@ -167,7 +173,7 @@ class DataSettings(Settings):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Settings)
 
 
 def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
@@ -175,8 +181,20 @@ def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled key first
-        raise InputError(_explain(kind, errors[0])) from None
+        errors = error.errors()
+        sections: dict[str, tuple[dict[str, Any], Any]] = {}  # name → its unknown keys, and its fields
+        for one in errors:
+            if one["type"] == "extra_forbidden":
+                names, fields = _place(kind, one["loc"][:-1])
+                given, _ = sections.setdefault("".join(f"{name}." for name in names), ({}, fields))
+                given[str(one["loc"][-1])] = one["input"]
+        # First all misspelled keys and what checks of ours say, else the first wrong value.
+        lines = [
+            unknown_keys(given, fields, section, foreign={} if section else kind.foreign)
+            for section, (given, fields) in sections.items()
+        ]
+        lines += [_explain(kind, one) for one in errors if one["type"] == "value_error"]
+        raise InputError(" | ".join(filter(None, lines)) or _explain(kind, errors[0])) from None
 
 
 # What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and
@@ -194,9 +212,11 @@ def check_fields(kind: type, values: Mapping[str, Any], path: str = "", document
     """
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    # Keys of other programs that are one of these fields, or nothing.
+    foreign = {key: here for key, here in FOREIGN.items() if re.split(r"\W", here)[0] in {*fields, "leave"}}
+    if wrong := unknown_keys(values, fields, section, documented, foreign):
+        raise InputError(wrong)
     for name, value in values.items():
-        if name not in fields:
-            raise InputError(unknown_key(f"{section}{name}", fields, documented))
         _check_type(f"{section}{name}", value, hints[name] | _ALSO.get(name, hints[name]))
         if "learning_rate" in fields:
             check_range(name, value, section)
@@ -219,12 +239,10 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _explain(kind: Any, error: Any) -> str:
-    """One of pydantic's errors as field, value and what is allowed."""
-    if error["type"] == "value_error":  # from a check of ours, which names the field itself
-        return error["msg"].removeprefix("Value error, ")
+def _place(kind: Any, loc: Any) -> tuple[list[str], Any]:
+    """Where one of pydantic's errors is: the names of sections and keys, and the fields of the innermost section."""
     names, fields, of_keys = [], kind.model_fields, False
-    for part in error["loc"]:  # names of fields, keys; the rest says which alternative of a type was tried
+    for part in loc:  # names of fields, keys; the rest says which alternative of a type was tried
         if part in fields:
             names.append(str(part))
             kinds = list(plain_types(fields[part].annotation))
@@ -233,9 +251,14 @@ def _explain(kind: Any, error: Any) -> str:
         elif of_keys:
             names.append(str(part))
             of_keys = False
-    if error["type"] == "extra_forbidden":
-        return unknown_key(".".join([*names, str(error["loc"][-1])]), fields)
-    field = ".".join(names) or "recipe"
+    return names, fields
+
+
+def _explain(kind: Any, error: Any) -> str:
+    """One of pydantic's errors as field, value and what is allowed."""
+    if error["type"] == "value_error":  # from a check of ours, which names the field itself
+        return error["msg"].removeprefix("Value error, ")
+    field = ".".join(_place(kind, error["loc"])[0]) or "recipe"
     if error["type"] == "missing":
         return f"{field}: must be given"
     allowed = error["msg"]

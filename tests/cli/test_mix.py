@@ -129,6 +129,8 @@ BAD = {
     "models that are none": (
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models='{case}/a': is a LORA adapter; give"
     ),
+    "keys of another program": ({"gate-mode": "hidden", "zzz": "1"}, "--gate-mode: not a setting here; instead: gates"),
+    "several": ({"base_model": "x", "zzz": "1"}, "instead: base, of adapters; models need none | --zzz: unknown key"),
     "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
     "too short": ({"max-length": "1"}, "max_length=1: no example keeps a token to learn from"),
 }  # fmt: skip

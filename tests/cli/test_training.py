@@ -416,6 +416,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
     ({"stages": {"rest": None, "joint": {"eval_strategy": "steps", "eval_steps": 1}}}, 'Unknown split "test"'),
     ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help-all`"),
+    ({"zzz": 1, "adapter": "qlora", "sequence_len": 9}, "instead: max_length | zzz: unknown key"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
     ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: the stage's name says this"),
     ({"dataset_name": None}, "dataset_name=None: name a file"),
@@ -473,6 +474,8 @@ def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
     (["--num_expert", "4"], "--num_expert: unknown key; did you mean '--num_experts'?"),
     (["--learning_rat", "1"], "--learning_rat: unknown key; did you mean '--learning_rate'?"),
     (["--num_experts", "four"], "--num_experts"),
+    (["--lora_r=4", "--zzz", "1"], "--lora_r: not a setting here; instead: r, the rank of one expert"),
+    (["--lora_r=4", "--zzz", "1"], " | --zzz: unknown key"),
     (["--expert_map", "a=0"], "must be JSON"),
 ])  # fmt: skip
 def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
@@ -989,6 +992,8 @@ def test_a_plan_needs_no_accelerator(case, tmp_path, capsys, monkeypatch):
         ("target_modules", "all", "target_modules: all: not a setting here; instead: target_modules: all-linear"),
         ("target_modules", ["W_pack"], "{'W_pack'} not found in the base model"),
         ("bf16", "auto", "bf16: auto: not a setting here; instead: leave it out"),
+        ("adapter", "lora", "adapter: lora: not a setting here; instead: leave it out"),
+        ("model", "no/such", "model: not a setting here; instead: model_name_or_path"),
         ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),
         ("optim_args", "foo", "optim_args='foo': "),
         ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1}: of 'linear'"),

@@ -36,7 +36,10 @@ def recipe(**settings):
             {"post_train": {"sft": {"max_steps": 9}}},
             "post_train.sft.max_steps: the recipe's budget and resuming decide",
         ),
-        ({"adapter": {"rank": 3}}, "adapter.rank: unknown key"),
+        ({"adapter": {"rank": 3}}, "^adapter.rank: not a setting here; instead: r, the rank of one expert.{,60}$"),
+        ({"lora_r": 3}, r"^lora_r: not a setting here; instead: adapter\.r"),
+        ({"base_model": "x", "zzz": 1}, r"^base_model: .*instead: model\.name_or_path \| zzz: unknown key"),
+        ({"adapter": {"rank": 3, "num_experts": 2}, "sft": {"x": 1}}, r"^adapter\.num_experts: .* \| sft\.x: unknown"),
         ({"adapter": {"num_experts": 3}}, "adapter.num_experts: set the recipe's num_experts"),
         ({"adapter": {"target_modules": ["mlp"]}}, "adapter.target_modules: a recipe adapts the FFNs of all layers"),
         (

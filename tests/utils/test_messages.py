@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_peft.utils.messages import choice_error, one_line, unknown_key
+from moe_peft.utils.messages import choice_error, one_line, unknown_keys
 
 URL = "https://example.org/a/long/path?with=parts&and=more"
 
@@ -30,6 +30,20 @@ def test_a_single_word():
 
 def test_names_and_keys():
     assert choice_error("r", 3, ["a", "b"]) == "r=3: must be one of a, b"
-    assert unknown_key("s.tok_p", ["top_p", "r"]) == "s.tok_p: unknown key; did you mean 'top_p'?"
-    assert unknown_key("s.zzz", ["top_p", "r"]) == "s.zzz: unknown key; known: r, top_p"
-    assert unknown_key("s.zzz", ["top_p", "r"], "the manual") == "s.zzz: unknown key; see the manual"
+    keys, foreign = (
+        {"tok_p": 1, "r": 1, "zzz": 2, "yyy": 3, "rank": 4, "mode": "fast"},
+        {"rank": "r", "mode: fast": "1"},
+    )
+    assert unknown_keys({"r": 1}, ["top_p", "r"], foreign=foreign) is None
+    assert unknown_keys({"zzz": 1}, ["top_p", "r"], "s.") == "s.zzz: unknown key; known: r, top_p"
+    assert unknown_keys(keys, ["top_p", "r", "mode"], "s.", "the manual", foreign) == (
+        "s.tok_p: unknown key; did you mean 'top_p'? | s.rank: not a setting here; instead: r | s.mode: fast: not a "
+        "setting here; instead: 1 | s.zzz, s.yyy: unknown keys; see the manual"
+    )
+
+
+def test_a_folder_may_have_the_name_of_another_programs_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert unknown_keys({"adapter": "lora"}, ["adapter"], foreign={"adapter: lora": "leave it out"})
+    (tmp_path / "lora").mkdir()
+    assert unknown_keys({"adapter": "lora"}, ["adapter"], foreign={"adapter: lora": "leave it out"}) is None

@@ -1,5 +1,6 @@
 """
-Keys of other programs' configs, and what they are in `moe-peft sft` and `moe-peft dpo`; docs/coming-from.md lists them.
+Keys of other programs' configs, and what they are in `moe-peft sft` and `moe-peft dpo`, in `moe-peft mix` and in
+recipes; docs/coming-from.md lists the first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ _TRAINED = "leave it out: prompts have no loss where rows have prompt and comple
 # Key, or key and value → what it is here.
 FOREIGN: dict[str, str] = {
     # the model
+    "model": "model_name_or_path",
     "base_model": "model_name_or_path",
     "model_type": _LEAVE_OUT,
     "tokenizer_type": _LEAVE_OUT,
@@ -28,6 +30,8 @@ FOREIGN: dict[str, str] = {
     "finetuning_type": "leave it out: an adapter is trained anyway",
     "lora_r": "r, the rank of one expert, with num_experts and top_k; leave lora_alpha out",
     "lora_rank": "r, the rank of one expert, with num_experts and top_k; leave lora_alpha out",
+    "rank": "r, the rank of one expert, with num_experts and top_k; leave lora_alpha out",
+    "lora_parameters": "r, the rank of one expert, with num_experts and top_k; leave lora_alpha out",
     "lora_target": "target_modules; leave it out for every FFN; all is all-linear here",
     "lora_target_modules": "target_modules; leave it out for every FFN",
     "lora_target_linear": "target_modules: all-linear; leave it out for every FFN",
@@ -39,6 +43,8 @@ FOREIGN: dict[str, str] = {
     "lora_model_dir": _ADAPTER,
     "adapter_name_or_path": _ADAPTER,
     # the data
+    "data": "dataset_name",
+    "val_dataset": _EVALUATED,
     "dataset": "dataset_name",
     "datasets": "dataset_name",
     "dataset_mixer": "dataset_name",
@@ -66,6 +72,8 @@ FOREIGN: dict[str, str] = {
     "stage": "the command: moe-peft sft or moe-peft dpo",
     "rl": "the command: moe-peft dpo",
     "micro_batch_size": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "iters": "max_steps",
     "eval_batch_size": "per_device_eval_batch_size",
     "num_epochs": "num_train_epochs",
     "optimizer": "optim",
@@ -86,11 +94,40 @@ FOREIGN: dict[str, str] = {
     "wandb_log_model": "the environment's WANDB_LOG_MODEL",
 }
 
+# The same of `moe-peft mix`, for keys of mergekit-moe among others.
+FOREIGN_TO_MIX: dict[str, str] = {
+    "base_model": "base, of adapters; models need none",
+    "model": "base, of adapters",
+    "model_name_or_path": "base, of adapters",
+    "experts": "adapters or models, with prompts for each",
+    "loras": "adapters",
+    "gate_mode": "gates: ridge, prompts or arrow",
+    "experts_per_token": "top_k",
+    "num_experts_per_tok": "top_k",
+    "shared_experts": "moe-peft upcycle, with --num-shared-experts",
+    "merge_method": "leave it out: experts are routed, not merged",
+    "dataset": "data",
+    "datasets": "data",
+    "dataset_name": "data",
+    "max_seq_length": "max_length",
+    "output_dir": "output",
+}
 
-def said_of(key: str, value: object = None) -> str | None:
-    """What to say of a key of another program's, or of a value that it has there; None: nothing is known."""
-    name = key.lstrip("-").replace("-", "_")
-    for foreign in (f"{name}: {value}", name):
-        if foreign in FOREIGN:
-            return f"{key if foreign == name else foreign}: not a setting here; instead: {FOREIGN[foreign]}"
-    return None
+# The same of a recipe's top level.
+FOREIGN_TO_RECIPES: dict[str, str] = {
+    **dict.fromkeys(("base_model", "model_name", "model_name_or_path"), "model.name_or_path"),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name"), "data.train"),
+    **dict.fromkeys(("r", "rank", "lora_r", "lora_rank"), "adapter.r, the rank of one expert"),
+    **{name: f"adapter.{name}" for name in ("lora_alpha", "lora_dropout", "router_type", "mixing")},
+    "top_k": "adapter.top_k, or moe.top_k in the mode ffn",
+    "num_epochs": "num_train_epochs",
+    **dict.fromkeys(("micro_batch_size", "batch_size"), "sft.per_device_train_batch_size"),
+    **dict.fromkeys(("max_seq_length", "sequence_len", "cutoff_len"), "sft.max_length"),
+    **{
+        name: f"sft.{name}"
+        for name in (
+            "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "optim",
+            "lr_scheduler_type", "warmup_steps", "weight_decay", "bf16", "packing",
+        )
+    },
+}  # fmt: skip

@@ -14,7 +14,7 @@ from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.io import read_json, write_json
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
-from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_settings, setting
+from ..utils.settings import ALPHA, COUNT, NOT_NEGATIVE, POSITIVE, Range, check_patterns, check_settings, setting
 from .experts import EXPERTS, Experts
 
 # Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
@@ -135,7 +135,7 @@ class MoELoraConfig(PeftConfig):
     """
 
     r: int = setting(8, "Rank of every expert.", COUNT)
-    lora_alpha: float | None = setting(None, "Scaling numerator: s = lora_alpha / r; None: 2 * top_k * r.", POSITIVE)
+    lora_alpha: float | None = setting(None, "Scaling numerator: s = lora_alpha / r; None: 2 * top_k * r.", ALPHA)
     lora_dropout: float = setting(0.0, "Dropout on the experts' input.", Range(at_least=0, below=1))
     use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(r).")
     num_experts: int = setting(8, "Experts in every targeted module.", COUNT)
@@ -163,7 +163,7 @@ class MoELoraConfig(PeftConfig):
     top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
     mean_loras: bool = setting(False, "A single LoRA is the mean of all experts' LoRAs, along the rank.")
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
-    alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", POSITIVE)
+    alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", ALPHA)
     router_type: str = setting("linear", f"One of {', '.join(ROUTERS)}.", ROUTERS)
     router_jitter_noise: float = setting(0.0, "Training noise on the router's input.", Range(at_least=0, below=1))
     router_threshold: float | None = setting(
@@ -223,6 +223,7 @@ class MoELoraConfig(PeftConfig):
     def _check_values(self) -> None:
         """Values that would compute something other than what was asked for, or NaN."""
         check_settings(self, "MoELoraConfig: ")
+        check_patterns(vars(self), "MoELoraConfig: ")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from types import NoneType
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ..adapter.lora_conversion import averaged_linears
 from ..adapter.router_recorder import Steered, arguments, state, steering_block
 from ..routing.gates import Steering
 from ..utils.messages import InputError, choice_error
+from ..utils.settings import FACTOR
 from .introspection import backbone, expert_names
 from .layer import AdapterLayer, routed_layers
 
@@ -57,11 +59,11 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
     layers = routed_layers(model, "force_experts")
     lowest = 0
     if not isinstance(experts_B, torch.Tensor):
-        named = [experts_B] if experts_B is None or isinstance(experts_B, (int, str)) else list(experts_B)
+        named = [None] if experts_B is None else _listed(experts_B, "force_experts")
         lowest = -1 if None in named and isinstance(layers[0], AdapterLayer) else 0
         indices = iter(expert_indices(model, [each for each in named if each is not None], "force_experts"))
         experts_B = torch.tensor([-1 if each is None else next(indices) for each in named], dtype=torch.long)
-    if experts_B.is_floating_point():
+    if experts_B.dtype is torch.bool or experts_B.is_floating_point() or experts_B.is_complex():
         raise InputError(f"force_experts: a tensor {experts_B.dtype}; give integers")
     smallest = min(layer.num_experts for layer in layers)
     if experts_B.numel() and not lowest <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
@@ -152,7 +154,15 @@ def weigh_experts(
     ```
     """
     n = common_size(model, "weigh_experts")
-    by_row = [weights] if isinstance(weights, Mapping) else [*weights]
+    by_row = [weights] if isinstance(weights, Mapping) else weights
+    if not isinstance(by_row, Sequence) or not all(isinstance(of_row, Mapping) for of_row in by_row):
+        raise InputError(
+            f"weigh_experts: weights={weights!r}: give a mapping of experts to factors, or one for each row"
+        )
+    for of_row in by_row:
+        for expert, weight in of_row.items():
+            if weight not in FACTOR:
+                raise InputError(f"weigh_experts: weights={{{expert!r}: {weight!r}}}: must be a number {FACTOR}")
     weights_BN = torch.zeros(len(by_row), n)
     for row_N, of_row in zip(weights_BN, by_row, strict=True):
         experts = expert_indices(model, [*of_row], "weigh_experts")
@@ -200,7 +210,7 @@ def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller:
 
 def indices_of(experts: Expert | Sequence[Expert], names: Sequence[str], caller: str) -> list[int]:
     """Experts as indices among `names`, which may be none."""
-    experts = [experts] if isinstance(experts, (int, str)) else list(experts)
+    experts = _listed(experts, caller)
     experts = [int(e) if isinstance(e, str) and e not in names and e.isdecimal() else e for e in experts]
     for expert in experts:
         if isinstance(expert, str) and expert not in names:
@@ -210,6 +220,17 @@ def indices_of(experts: Expert | Sequence[Expert], names: Sequence[str], caller:
                 else f"{caller}: experts={expert!r}: the model's experts have no names; give an index"
             )
     return [names.index(expert) if isinstance(expert, str) else expert for expert in experts]
+
+
+def _listed(experts: Any, caller: str) -> list[Any]:
+    """Experts, each of which is an index, a name or None, as a list."""
+    experts = experts.tolist() if hasattr(experts, "tolist") else experts
+    several = not isinstance(experts, (str, Mapping, Set, bytes)) and isinstance(experts, Iterable)
+    listed = [*experts] if several else [experts]
+    for expert in listed:
+        if isinstance(expert, bool) or not isinstance(expert, (str, SupportsIndex, NoneType)):
+            raise InputError(f"{caller}: experts={experts!r}: must be indices or names")
+    return listed
 
 
 def common_size(model: nn.Module, caller: str) -> int:

@@ -37,14 +37,14 @@ from transformers.integrations import deepspeed
 
 from .io import no_weights, open_safetensors, read_json, read_text, reading
 from .messages import InputError, one_line, unknown_keys
+from .settings import ALPHA, LARGEST_SIZE, PATTERNS, Range, check_patterns
 
 logger = logging.getLogger("moe_peft")
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
-_LARGEST_SIZE, _MOST_LAYERS = 2**16, 10_000
-_PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
+_MOST_LAYERS = 10_000
 # For every load through one of transformers' Auto classes: left out, the class asks on stdin whether to run the code in
 # a model's folder, and runs it.
 NO_CODE = {"trust_remote_code": False}
@@ -76,7 +76,7 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
     if kind in ("MOE_LORA", "LORA", "ADALORA"):
         _check_fields(saved, source, kind)
         _check_sizes(saved, source)
-    _check_patterns(saved, source)
+    check_patterns(saved, f"{source}: {ADAPTER_CONFIG}: ")
     with reading(source):
         config = as_lora(PeftConfig.from_pretrained(os.fspath(folder)))
     base = config.base_model_name_or_path
@@ -164,46 +164,16 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     sizes = {name: saved[name] for name in counts if name in saved}
     if sizes.get("lora_alpha", 1) is None and saved.get("peft_type") == "MOE_LORA":
         del sizes["lora_alpha"]
-    for name in _PATTERNS:
+    for name in PATTERNS:
         if name == "rank_pattern" and saved.get("peft_type") == "ADALORA":
             continue  # it says which rows of A are left
         if not isinstance(value := saved.get(name) or {}, dict):
             raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
         sizes |= {f"{name}.{module}": number for module, number in value.items()}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_SIZE:
-            raise InputError(
-                f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}"
-            )
-
-
-def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
-    """
-    Raises:
-        ValueError: a pattern in an adapter's config is not a regex, or may take forever to match.
-    """
-    for name in ("target_modules", "exclude_modules", "layers_pattern", *_PATTERNS):
-        value = saved.get(name) or ()
-        for pattern in [value] if isinstance(value, str) else value:
-            if not isinstance(pattern, str):
-                raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be names of modules")
-            field = f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}"
-            try:
-                re.compile(pattern)
-            except (re.error, RecursionError) as error:
-                raise InputError(f"{field}: {error}") from error
-            if _may_take_for_ever(pattern):
-                raise InputError(f"{field}: repeats a repetition, so a match may take forever; write it without that")
-
-
-def _may_take_for_ever(pattern: str) -> bool:
-    """Whether a regex repeats a group that has a repetition, as in `(.*)*`, or has three wildcards in a row."""
-    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)  # escapes and classes are characters
-    text = re.sub(r"(?:[*+]|\{\d*,\})[?+]?", "*", text)
-    groups = text.count("(")
-    while groups and "\0*" not in text:  # from the innermost on; a group with a repetition becomes "\0"
-        text, groups = re.subn(r"\([^()]*\)", lambda group: "\0" if re.search(r"[*\0]", group[0][1:-1]) else "_", text)
-    return "\0*" in text or ".*.*.*" in pattern
+        allowed = ALPHA if "alpha" in name.partition(".")[0] else Range(at_least=1, at_most=LARGEST_SIZE)
+        if value not in allowed:
+            raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number {allowed}")
 
 
 def adapter_weights(folder: str | os.PathLike, source: object) -> Path:
@@ -378,7 +348,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
         ValueError: a model's config has so many layers or experts that listing them would take for ever.
     """
     for name, value in values.items():
-        most = _LARGEST_SIZE if name in EXPERT_COUNTS else _MOST_LAYERS if "layer" in name else None
+        most = LARGEST_SIZE if name in EXPERT_COUNTS else _MOST_LAYERS if "layer" in name else None
         if isinstance(value, dict):
             _check_counts(value, source)
         elif most is not None and isinstance(value, int) and value > most:

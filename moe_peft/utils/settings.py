@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from numbers import Real
 from typing import Any
 
-from .messages import InputError, choice_error
+from .messages import InputError, choice_error, one_line
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Range:
 
 COUNT = Range(at_least=1, whole=True)
 POSITIVE = Range(above=0)
+LARGEST_SIZE = 2**16
+ALPHA = Range(at_least=1e-6, at_most=LARGEST_SIZE)  # of a LoRA: a scaling that half precision holds
+FACTOR = Range(at_least=-LARGEST_SIZE, at_most=LARGEST_SIZE)  # of an expert's update
 NOT_NEGATIVE = Range(at_least=0)
 
 
@@ -78,10 +82,50 @@ def check_settings(config: Any, source: str = "") -> None:
                 raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}{remedy}")
             continue
         is_mapping = each.default_factory is dict
-        values = (value or {}) if is_mapping else {"": value}
+        values = ({} if value is None else value) if is_mapping else {"": value}
         if not isinstance(values, dict) or not all(number in allowed for number in values.values()):
             mapping = "a mapping of names to numbers, each " if is_mapping else ""
             raise InputError(f"{source}{each.name}={value!r}: must be {mapping}{allowed}")
         if allowed.whole:
             values = {name: int(number) for name, number in values.items()}
         object.__setattr__(config, each.name, values if is_mapping else values[""])  # some are frozen
+
+
+# Settings whose keys are names of modules or regexes, and settings that are such names or one regex.
+PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")
+_NAMES = ("target_modules", "exclude_modules", "layers_pattern", "target_projections", "modules_to_save")
+
+
+def check_patterns(settings: Mapping[str, Any], source: str) -> None:
+    """
+    Check the settings of an adapter that are matched with names of modules.
+
+    Args:
+        source: begins the message.
+
+    Raises:
+        ValueError: one is not made of texts, is not a regex, or may take forever to match.
+    """
+    for name in (*_NAMES, *PATTERNS):
+        value = settings.get(name)
+        patterns = [value] if isinstance(value, str) else () if value is None else value
+        if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise InputError(f"{source}{name}={value!r}: must be names of modules")
+        for pattern in patterns:
+            field = f"{source}{name}={one_line(pattern, 60)!r}"
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise InputError(f"{field}: is no regular expression: {error}") from error
+            if _may_take_for_ever(pattern):
+                raise InputError(f"{field}: repeats a repetition, so a match may take forever; write it without that")
+
+
+def _may_take_for_ever(pattern: str) -> bool:
+    """Whether a regex repeats a group that has a repetition, as in `(.*)*`, or has three wildcards in a row."""
+    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)  # escapes and classes are characters
+    text = re.sub(r"(?:[*+]|\{\d*,\})[?+]?", "*", text)
+    groups = text.count("(")
+    while groups and "\0*" not in text:  # from the innermost on; a group with a repetition becomes "\0"
+        text, groups = re.subn(r"\([^()]*\)", lambda group: "\0" if re.search(r"[*\0]", group[0][1:-1]) else "_", text)
+    return "\0*" in text or ".*.*.*" in pattern

@@ -476,6 +476,12 @@ def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
     (["--num_experts", "four"], "--num_experts"),
     (["--lora_r=4", "--zzz", "1"], "--lora_r: not a setting here; instead: r, the rank of one expert"),
     (["--lora_r=4", "--zzz", "1"], " | --zzz: unknown key"),
+    (["--target_modules", "["], "target_modules='[': is no regular expression"),
+    (["--exclude_modules", "a", "("], "exclude_modules='(': is no regular expression"),
+    (["--layers_pattern", "*", "--layers_to_transform", "0"], "layers_pattern='*': is no regular expression"),
+    (["--num_experts_pattern", '{"(": 3}'], "num_experts_pattern='(': is no regular expression"),
+    (["--rank_pattern", '{"a{2,1}": 3}'], "rank_pattern='a{2,1}': is no regular expression"),
+    (["--lora_alpha", "1e39"], "lora_alpha=1e+39: must be from 1e-06 to 65536"),
     (["--expert_map", "a=0"], "must be JSON"),
 ])  # fmt: skip
 def test_wrong_flags_too(flags, message, case, tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -14,6 +15,8 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, lora_to_moe, weigh_experts
+from moe_peft.models.steering import serve_alone
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, K, N, adapter, biased, gates_of, ids, routed_model
@@ -101,6 +104,39 @@ def test_gradients_of_masked_experts_are_zero():
 def test_wrong_masks(kind, allowed, message):
     with pytest.raises(ValueError, match=message), allow_experts(routed_model(kind), allowed):
         pass
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG = [
+    0.5, [0.5, 1, 2], [0.5, True], True, [True, False, True, True, True, True], NAN, [NAN], INF, [-INF], 1e39, -0.0,
+    {0, 1, 2}, {0: [1]}, {0: NAN}, {0: INF}, {0: 1e39}, {0: True}, {0: "1"}, {0: None}, {True: 0.5}, {0.5: 1.0},
+    [{0: 1.0}, {1: NAN}], b"ab", torch.tensor([True, False, True]), torch.tensor([0.5]), torch.tensor([1j]), 99, [-7],
+    object(), [[0, 1]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("steer", [force_experts, allow_experts, weigh_experts, serve_alone], ids=lambda f: f.__name__)
+def test_what_is_no_expert_and_no_factor_is_one_line(steer, wrong, model):
+    """It is not rounded to an expert, and no NaN gets into the logits."""
+    with pytest.raises(InputError) as error, steer(model, wrong):
+        pass
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return routed_model("adapter")
+
+
+def test_experts_may_be_any_integers(model):
+    with torch.no_grad(), force_experts(model, [2, 2, 2]):
+        expected = model(input_ids=ids()).logits
+    for experts in (2, np.int64(2), torch.tensor([2]), np.array([2, 2, 2]), range(2, 3), (2,)):
+        with torch.no_grad(), force_experts(model, experts):
+            assert torch.equal(model(input_ids=ids()).logits, expected)
+    with torch.no_grad(), weigh_experts(model, {0: np.float32(0.5), 1: 1, 2: -0.0}):
+        assert model(input_ids=ids()).logits.isfinite().all()
 
 
 def test_each_router_must_be_able_to_do_with_what_is_allowed():

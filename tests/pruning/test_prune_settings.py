@@ -186,7 +186,7 @@ def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drop": [1.7]}, r"drop=\[1.7\]: .* has experts 0 to 5"),
+        ({"drop": [1.7]}, r"drop: experts=\[1.7\]: must be indices or names"),
         ({"drop": [-1]}, r"drop=\[-1\]: .* has experts 0 to 5"),
         ({"drop": {"-1": [1]}}, "drop: layer -1: the model has layers 0 to 1 with routers"),
         ({"drop": [1], "label_column": "domain"}, "label_column go with data; give data"),

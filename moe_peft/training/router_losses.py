@@ -150,10 +150,18 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         return "" if health is None or self._allowed is not None else health.warning
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also what routers did since the last log."""
-        self._log_of_routers.add_to(logs)
+        """Also what routers did in training since the last log."""
+        if self.model.training:
+            self._log_of_routers.add_to(logs)
         trainer: Any = super()
         trainer.log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Also what routers did with this set, among its metrics."""
+        trainer: Any = super()
+        output = trainer.evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._log_of_routers.add_to(output.metrics, f"{metric_key_prefix}_")
+        return output
 
     def _keep_frozen(self) -> None:
         """Freeze again what PEFT has unfrozen: it does so when adapters are disabled, e.g. for a reference pass."""
@@ -406,9 +414,9 @@ class RouterLog:
         training = self.trainer.model.training
         self._loads[training] = self._loads[training] + load if training in self._loads else load
 
-    def add_to(self, logs: dict[str, float]) -> None:
-        """Put the means since the last call into a trainer's log, before it logs; in evaluation with a prefix."""
-        training = self.trainer.model.training
+    def add_to(self, logs: dict[str, float], prefix: str = "") -> None:
+        """Put the means since the last call into a log of training; with a prefix, into an evaluation's metrics."""
+        training = not prefix
         health, values = self._load_health(training), {}
         if sums := self._sums[training]:
             totals, counts = self._of_all(torch.stack([*sums.values()])).T.tolist()
@@ -420,7 +428,7 @@ class RouterLog:
                 "dead_experts": health.dead / health.experts,
             }
             self._last_health = health if training else self._last_health
-        logs.update({name if training else f"eval_{name}": value for name, value in values.items()})
+        logs.update({f"{prefix}{name}": value for name, value in values.items()})
         self._sums[training] = {}
         self._loads.pop(training, None)
 

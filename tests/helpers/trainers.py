@@ -98,5 +98,5 @@ def preferences(kind: str) -> Dataset:
 def logged(trainer) -> dict[str, float]:
     """What the trainer logs of its routers now, without the prefix of evaluation."""
     logs: dict[str, float] = {}
-    trainer._log_of_routers.add_to(logs)
+    trainer._log_of_routers.add_to(logs, "" if trainer.model.training else "eval_")
     return {name.removeprefix("eval_"): value for name, value in logs.items()}

@@ -160,6 +160,24 @@ def test_logs_are_means_over_tokens_however_batches_are_cut(tokenizer, tmp_path)
     assert found[0]["compliance"] == pytest.approx(found[0]["eval_compliance"], rel=1e-3)  # so too
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_each_evaluation_set_has_metrics_of_its_own(kind, tokenizer, tmp_path):
+    """Those of one set alone, under its name, and in the log of training none of them."""
+    own = {"router_z_loss_coef": 0.1, "max_steps": 1, "learning_rate": 0.0}
+    trainer = make_trainer(kind, tmp_path, tokenizer, **own)
+    trainer.train()
+    data = trainer.train_dataset
+    sets = {"a": data.select(range(4)), "b": data.select(range(4, 8))}
+    alone = {name: trainer.evaluate(rows) for name, rows in sets.items()}
+    both = trainer.evaluate(sets)
+    names = ["router_z_loss", "router_entropy", "load_cv", "load_cv_by_chance", "dead_experts"]
+    for name in names:
+        for of in sets:
+            assert both[f"eval_{of}_{name}"] == pytest.approx(alone[of][f"eval_{name}"], rel=1e-4), name
+        assert f"eval_{name}" not in both and f"eval_{name}" not in trainer.state.log_history[0]
+    assert both["eval_a_router_entropy"] != both["eval_b_router_entropy"]
+
+
 def test_labels_may_be_numbers_and_a_plain_config_will_do(tokenizer, tmp_path):
     data = Dataset.from_list([{"text": words(i, 6), "domain": i % 2} for i in range(8)])
     own = {"label_column": "domain", "expert_map": {0: [0, 1, 2], 1: [3, 4, 5]}}

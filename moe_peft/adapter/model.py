@@ -12,7 +12,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 from peft import NoMatchingPeftModuleError, PeftModel
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TrainableTokensWrapper
 from torch import nn
 
@@ -90,6 +91,16 @@ class MoELoraModel(BaseTuner):
                 "MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first (merge_and_unload), "
                 "or use add_adapter for a second adapter of this type"
             )
+        # transformers opens the folder of a LoRA as its base with the LoRA in it; saved, this adapter names the base.
+        kinds = (MoELoraLayer, TrainableTokensLayer)
+        for layer in model.modules():
+            if isinstance(layer, BaseTunerLayer) and not isinstance(layer, kinds):
+                kind = type(layer).__module__.split(".")[-2]
+                raise InputError(
+                    f"MoELoraConfig: the model holds the {kind} adapter {', '.join(layer.active_adapters)!r}, which is "
+                    "not saved with this one: merge it into the base (PeftModel.merge_and_unload), save that, and "
+                    "start from it"
+                )
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     # --- checks before anything is changed --------------------------------------------------------------------------
@@ -173,7 +184,8 @@ class MoELoraModel(BaseTuner):
         original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
         # The config of a new adapter may be used again for another one; a loaded adapter has a config to itself.
         if not config.inference_mode:
-            if config.modules_to_save is None and config.task_type in ("TOKEN_CLS", "QUESTION_ANS"):
+            # None: the class of PEFT's that is called may be that of either task.
+            if config.modules_to_save is None and config.task_type in (None, "TOKEN_CLS", "QUESTION_ANS"):
                 config.modules_to_save = []  # the copy's too; PEFT adds the head to it when the adapter is there
             self.peft_config[adapter_name] = copy.copy(config)
         try:

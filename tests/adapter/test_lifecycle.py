@@ -291,6 +291,27 @@ def test_the_head_of_every_task_is_trained_and_saved_as_with_a_lora(task: str, k
         assert torch.equal(loaded(IDS)[0], model(IDS)[0])
 
 
+@pytest.mark.parametrize("task", [None, "own"])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("SequenceClassification", "SEQ_CLS"), ("TokenClassification", "TOKEN_CLS"),
+        ("QuestionAnswering", "QUESTION_ANS"), ("FeatureExtraction", "FEATURE_EXTRACTION"), ("CausalLM", "CAUSAL_LM"),
+    ],
+)  # fmt: skip
+def test_pefts_classes_take_a_config_with_and_without_its_task(kind: str, own: str, task: str | None, tmp_path):
+    torch.manual_seed(0)
+    name = "LlamaModel" if kind == "FeatureExtraction" else f"LlamaFor{kind}"
+    base = getattr(transformers, name)(tiny_llama().config)
+    config = MoELoraConfig(num_experts=2, task_type=task and own)
+    model = getattr(peft, f"PeftModelFor{kind}")(base, config)
+    heads = {n.partition(".modules_to_save")[0] for n, p in model.named_parameters() if "modules_to_save" in n}
+    assert len(heads) == (kind not in ("FeatureExtraction", "CausalLM"))
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(getattr(transformers, name)(tiny_llama().config), tmp_path)
+    assert {n for n, _ in loaded.named_parameters() if "moe_lora_A" in n}
+
+
 @pytest.mark.parametrize(
     "other", [{"hidden": 32}, {"layers": 1}, {"layers": 3}], ids=["other width", "fewer layers", "more layers"]
 )
@@ -1036,6 +1057,26 @@ def test_a_peft_model_is_no_base():
         ValueError, match="MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first"
     ):
         get_peft_model(inner, MoELoraConfig(num_experts=4, r=2, task_type="CAUSAL_LM"))
+
+
+def test_a_base_that_holds_a_lora_is_refused_by_its_name(tmp_path):
+    """transformers opens the folder of a LoRA as its base with the LoRA in it; what is saved would name the base."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    held = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    held.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    held.save_pretrained(tmp_path / "lora")
+    adapted().save_pretrained(tmp_path / "moe")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "lora")
+    config = MoELoraConfig(num_experts=2, target_modules=["up_proj"], task_type="CAUSAL_LM")
+    for start in (
+        lambda: get_peft_model(opened, config),
+        lambda: get_peft_model(held.get_base_model(), config),
+        lambda: opened.add_adapter(config, "b"),
+        lambda: PeftModel.from_pretrained(opened, tmp_path / "moe"),
+    ):
+        with pytest.raises(InputError, match="holds the lora adapter 'default'"):
+            start()
+    assert get_peft_model(held.merge_and_unload(), config)
 
 
 class Shifted(nn.Linear):

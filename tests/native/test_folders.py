@@ -12,6 +12,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from moe_peft.native import export_adapter, folders, upcycle, verify_export
+from moe_peft.native.base import Base
 from moe_peft.native.export import check_verifiable
 from moe_peft.native.folders import (
     AdapterFolder,
@@ -101,6 +102,15 @@ def test_an_adapters_base_has_the_revision_that_it_names(world, tmp_path):
     named, other = (open_folder(tmp_path / "lora", "model", base=base) for base in (None, world / "dense"))
     assert (named.base.path, named.base.revision) == (str(world / "dense"), "v2")
     assert (other.base.path, other.base.revision) == (str(world / "dense"), None)
+
+
+@pytest.mark.parametrize("field", ["model_name_or_path", "model.name_or_path"])
+def test_the_base_of_a_training_is_no_lora(field, world):
+    """transformers would load the LoRA's base with the LoRA in it."""
+    base = Base(str(world / "lora"), field=field)
+    for start in (lambda: base.config, base.empty, base.load, lambda: base.tokenizer):
+        with pytest.raises(ValueError, match=f"^{field}='.*lora': it is a LORA adapter, not a model: merge it"):
+            start()
 
 
 def test_a_base_is_for_adapters(world):

@@ -416,12 +416,26 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
                 raise InputError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")
     every = [name for name, _ in model.named_modules()]
-    targets = () if isinstance(config.target_modules, str) else config.target_modules or ()
-    saved = set(config.modules_to_save or ()) - _OF_PEFT
-    for field, wanted in (("target_modules", targets), ("modules_to_save", saved)):
+    excluded, layers, patterns = config.exclude_modules, config.layers_to_transform, config.layers_pattern
+    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in every):
+        raise InputError(f"MoELoraConfig: exclude_modules={excluded!r}: matches no module of the model; leave it out")
+    named = {
+        "target_modules": () if isinstance(config.target_modules, str) else config.target_modules or (),
+        "exclude_modules": () if isinstance(excluded, str) else excluded or (),
+        "modules_to_save": set(config.modules_to_save or ()) - _OF_PEFT,
+    }
+    for field, wanted in named.items():
         for wrong in wanted:
             if not any(name == wrong or name.endswith(f".{wrong}") for name in every):
                 raise InputError(f"MoELoraConfig: {field}: {wrong!r} is not a module of the model; leave it out")
+    for layer in [layers] if isinstance(layers, int) else layers or ():
+        if not any(f".{layer}." in f".{name}." for name in names):
+            raise InputError(
+                f"MoELoraConfig: layers_to_transform: layer {layer!r} has no targeted module; leave it out"
+            )
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        if not any(re.match(rf".*\.{pattern}\.\d+\.", name) for name in names):
+            raise InputError(f"MoELoraConfig: layers_pattern: {pattern!r} matches no list of layers; leave it out")
     of_model = next((task for ending, task in _TASKS.items() if type(model).__name__.endswith(ending)), None)
     task = getattr(config.task_type, "value", config.task_type)
     if of_model is not None and task not in (None, "FEATURE_EXTRACTION", of_model):

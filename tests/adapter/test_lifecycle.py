@@ -1079,6 +1079,34 @@ def test_a_base_that_holds_a_lora_is_refused_by_its_name(tmp_path):
     assert get_peft_model(held.merge_and_unload(), config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"target_modules": ["mlp", "nothing"]}, "nothing"), ({"exclude_modules": "noth.*"}, "noth"),
+        ({"target_projections": ["up_proj", "nothing"]}, "nothing"),
+        ({"exclude_modules": ["layers.0.mlp", "nothing"]}, "nothing"),
+        ({"layers_to_transform": [0, 99]}, "99"), ({"layers_to_transform": [1, -1]}, "-1"),
+        ({"layers_to_transform": [0], "layers_pattern": ["layers", "blocks"]}, "blocks"),
+        ({"modules_to_save": ["lm_head", "nothing"]}, "nothing"),
+        ({"trainable_token_indices": {"embed_tokens": [3], "nothing": [3]}}, "nothing"),
+        *(({field: {"mlp": 2, "nothing": 2}}, "nothing") for field in
+          ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_member_that_matches_nothing_beside_one_that_does_is_named(settings: dict[str, Any], wrong: str):
+    """By us or by PEFT, as for `target_modules`."""
+    config = {"num_experts": 4, "top_k": 2, "target_modules": ["mlp"], "task_type": "CAUSAL_LM", **settings}
+    with pytest.raises(InputError, match=f"{[*settings][-1]}.*{wrong}"):
+        get_peft_model(tiny_llama(), MoELoraConfig(**config))
+
+
+def test_members_that_match_are_taken():
+    own = {"layers_to_transform": [0, 1], "layers_pattern": ["layers"], "target_modules": ["mlp", "q_proj"]}
+    assert get_peft_model(tiny_llama(), adapter(**own, exclude_modules=["lm_head", "layers.1.mlp"]))
+    assert get_peft_model(tiny_llama(), adapter(layers_to_transform=1, exclude_modules=r".*\.0\.mlp"))
+
+
 class Shifted(nn.Linear):
     """A linear with arguments of its own."""
 

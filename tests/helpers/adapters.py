@@ -36,6 +36,6 @@ def batch(padded: bool = True) -> dict[str, torch.Tensor]:
 def save_adapter_with_sets(folder: str | Path) -> None:
     adapted(
         target_modules=["q_proj", "v_proj", "o_proj", "k_proj", "mlp"], modules_to_save=["lm_head", "norm"],
-        exclude_modules=["layers.0.mlp", "layers.1.o_proj"], layers_to_transform=[1, 0],
+        exclude_modules=["layers.0.mlp", "layers.1.self_attn.o_proj"], layers_to_transform=[1, 0],
         target_projections=["up_proj", "gate_proj", "down_proj"], num_experts_pattern={"q_proj": 1, "k_proj": 2},
     ).save_pretrained(folder)  # fmt: skip

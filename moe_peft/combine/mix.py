@@ -28,6 +28,7 @@ from ..native.folders import (
     NativeFolder,
     WholeModel,
     base_named,
+    check_same_tokens,
     open_folder,
 )
 from ..native.gate_sums import FILE as SUMS
@@ -118,8 +119,12 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         # Errors in the inputs are raised before the base is loaded.
         mixture, adapters = _opened(settings, labels)
         parts = [*adapters] if mixture is None else [mixture, *adapters]
+        if settings.always is not None:
+            parts.append(open_folder(settings.always, "always", LoraFolder, base=settings.base))
         base, tokenizer = common_base(parts), parts[0].tokenizer
         check_tokenizer(tokenizer, base.config, parts[0])
+        for part in parts[1:]:
+            check_same_tokens(part, parts[0])
         warn_of_templates(parts)
         former = read_sums(mixture.folder, mixture.gates) if mixture and settings.gates == "ridge" else None
         source = Source(settings, labels, tokenizer, joins=former is not None)

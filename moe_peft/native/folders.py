@@ -234,6 +234,23 @@ def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
     return folder
 
 
+def check_same_tokens(folder: ModelFolder, other: ModelFolder) -> None:
+    """
+    Raise if two tokenizers have another token for an id, or another id for a token: what becomes one model has those of
+    `other`. Warn of a token that it lacks.
+    """
+    ids, others = folder.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    tokens = {i: token for token, i in others.items()}
+    for token, i in sorted(ids.items(), key=lambda pair: pair[1]):
+        if others.get(token, i) != i or tokens.get(i, token) != token:
+            raise InputError(
+                f"{folder}: its tokenizer has {token!r} as {i}, and that of {other} {tokens.get(i)!r}; one model has "
+                "one tokenizer, so give those that were trained with the same"
+            )
+    if lacking := [token for token in ids if token not in others]:
+        logger.warning("%s has the token %r, which the tokenizer of %s lacks", folder, lacking[0], other)
+
+
 def check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
     """Raise if a tensor is missing or superfluous, or has another shape than the config says."""
     for name in {**expected, **shapes}:

@@ -35,7 +35,7 @@ from .expert_init import (
     zero_ffn,
 )
 from .families import MoEFamily, find_families
-from .folders import DenseFolder, open_dense
+from .folders import DenseFolder, check_same_tokens, open_dense
 from .model_folder import parse_dtype, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
 from .upcycle_config import UpcycleConfig, router_inits
@@ -160,7 +160,7 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
 
 
 def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
-    """Check that two models' weights can be averaged."""
+    """Check that two models' weights can be averaged, and that they read the same tokens."""
     fields, others = model.config.to_dict(), other.config.to_dict()
     for name in _SAME:
         if fields.get(name) != others.get(name):
@@ -168,6 +168,8 @@ def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
                 f"{model.folder} has a different architecture from {other.folder}: {name}={fields.get(name)!r} and "
                 f"{others.get(name)!r}; give models of one architecture"
             )
+    if model.has_tokenizer and other.has_tokenizer:
+        check_same_tokens(model, other)
 
 
 def _calibrated_gates(

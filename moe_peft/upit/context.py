@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from ..adapter.lora_conversion import check_only_linears
 from ..native.base import Base
-from ..native.folders import DenseFolder, LoraFolder, open_folder
+from ..native.folders import DenseFolder, LoraFolder, check_same_tokens, open_folder
 from ..native.upcycle import check_same_architecture
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
@@ -136,6 +136,8 @@ class RunContext:
             check_weights(Path(self.base.name_or_path), self.base)
         for adapter in adapters:
             check_only_linears(adapter.config, adapter.tensors, str(adapter))
+            if adapter.has_tokenizer:
+                check_same_tokens(adapter, self.base.model)
         if self.recipe.facts.assembles:
             return self.kind.check_base()
         for checkpoint in checkpoints[1:]:

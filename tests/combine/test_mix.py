@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from moe_peft.combine.request_gate import RequestGate
 from moe_peft.combine.texts import Source
 from moe_peft.models.introspection import expert_names
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
-from moe_peft.native.folders import DenseFolder, open_folder
+from moe_peft.native.folders import DenseFolder, LoraFolder, check_same_tokens, open_folder
 from moe_peft.native.upcycle import mean_model
 from moe_peft.training.preparation import calibration_batches
 from moe_peft.training.scoring import Answers
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near, near
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 
@@ -743,6 +746,65 @@ def test_general_requests_go_to_the_base(case, mixed, tmp_path, tokenizer):
     moe = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "out", tmp_path / "moe")).eval()
     assert_near(moe(ids).logits, model(ids).logits)
     assert expert_names(moe) == [*DOMAINS, "base"]
+
+
+def swapped(case: Path, name: str, target: Path, tokenizer) -> str:
+    """A copy of a model or an adapter of the case, whose tokenizer has two words swapped."""
+    shutil.copytree(case / name, target / name)
+    tokenizer.save_pretrained(target / name)
+    path = target / name / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    words["w5"], words["w9"] = words["w9"], words["w5"]
+    path.write_text(json.dumps(content))
+    return str(target / name)
+
+
+@pytest.mark.parametrize(
+    "site", ["adapters", "add_to", "always", "models", "upcycle", "prepare.adapters", "checkpoints"]
+)
+def test_tokenizers_that_differ_are_refused_with_the_first_token(site, case, tmp_path, tokenizer):
+    """Wherever adapters or models become one model, which has one tokenizer."""
+    lora, dense = (swapped(case, name, tmp_path, tokenizer) for name in ("b", "dense-b"))
+    out, own = str(tmp_path / "out"), {"data": None, "label_column": None, "gates": "arrow"}
+    recipe = {
+        "output_dir": out,
+        "model": {"name_or_path": str(case / "base")},
+        "data": {"train": str(case / "a.jsonl")},
+    }
+
+    def upit(**prepare: Any) -> None:
+        mode = {"mode": "ffn"} if "checkpoints" in prepare else {}
+        UpIT(recipe_from_dict({**recipe, **mode, "num_experts": 2, "prepare": prepare})).context.check_base()
+
+    def joined() -> None:
+        mix(settings(case, output=str(tmp_path / "two"), adapters=[str(case / "a"), str(case / "c")], **own))
+        mix(settings(case, output=out, adapters=[lora], add_to=str(tmp_path / "two"), **own))
+
+    sites = {
+        "adapters": lambda: mix(settings(case, output=out, adapters=[str(case / "a"), lora], **own)),
+        "add_to": joined,
+        "always": lambda: mix(settings(case, output=out, always=lora, **own)),
+        "models": lambda: mix(
+            settings(case, output=out, adapters=None, models=[str(case / "dense-a"), dense], labels=["a", "b"])
+        ),
+        "upcycle": lambda: upcycle([case / "dense-a", dense], out, UpcycleConfig(num_experts=2, init="checkpoints")),
+        "prepare.adapters": lambda: upit(adapters=[str(case / "a"), lora]),
+        "checkpoints": lambda: upit(checkpoints=[str(case / "dense-a"), dense]),
+    }
+    with pytest.raises(InputError, match=r"its tokenizer has 'w9' as 5, and that of .* 'w5'"):
+        sites[site]()
+    assert not Path(out).exists()
+
+
+def test_a_token_that_the_first_tokenizer_lacks_is_a_warning(case, tmp_path, tokenizer, caplog):
+    shutil.copytree(case / "b", tmp_path / "b")
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["new"])
+    more.save_pretrained(tmp_path / "b")
+    with caplog.at_level(logging.WARNING, "moe_peft"):
+        check_same_tokens(*(open_folder(path, "adapters", LoraFolder) for path in (tmp_path / "b", case / "a")))
+    assert [record.message for record in caplog.records if "has the token 'new'" in record.message]
 
 
 def test_an_adapter_that_is_always_on(case, tmp_path, tokenizer):

@@ -73,7 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.add_argument("--help-all", action="help")
             if ASKED & {*rest}:
                 prepare_help(parser, getattr(module, "USUAL", ()), "--help-all" in rest)
-        module.run(parser.parse_args(rest))
+        try:
+            module.run(parser.parse_args(rest))
+        except InputError as error:
+            from .settings import as_flags
+
+            raise InputError(as_flags(str(error), parser, rest)) from error
 
 
 def _raise(message: str) -> NoReturn:

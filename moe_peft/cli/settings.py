@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -102,6 +103,26 @@ class SettingsParser(GroupedParser):
         if missing and given.keys() <= fields.keys():  # a misspelled key is reported first
             raise InputError(f"{_flag(missing[0])}: must be given")
         return validate(self.kind, given)
+
+
+def as_flags(message: str, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
+    """Return an error's line with flags in place of the settings that it names, but for those that a file may have."""
+    names = [name for name in getattr(getattr(parser, "kind", None), "model_fields", ()) if name != "config"]
+    typed = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in arguments}
+    names = [name for name in names if "config" not in typed or name in typed]
+
+    def flagged(part: str) -> str:
+        for name in names:
+            end = r"(?![\w./(])" if "_" in name else r"(?==)"  # others may be words
+            part = re.sub(rf"(?<![\w.\-/=])(?<!\.json: ){name}{end}", _flag(name), part)
+        return part
+
+    # First "adapters, models: …", whose names have no value.
+    before, colon, after = message.partition(": ")
+    if (listed := before.split(", ")) and set(listed) <= set(names):
+        return ", ".join(map(_flag, listed)) + colon + flagged(after)
+    quoted = re.compile(r"""((?<!\w)'[^']*'|(?<!\w)"[^"]*"|`[^`]*`)""")
+    return "".join(part if i % 2 else flagged(part) for i, part in enumerate(quoted.split(message)))
 
 
 def flags_in(unknown: Sequence[str]) -> dict[str, str]:

@@ -55,6 +55,8 @@ def check_arguments(args: TrainingArguments, path: str = "", on_this_machine: bo
             raise InputError(
                 f"{section}activation_offloading=True: there is no accelerator to offload activations from"
             )
+        if args.fp16 and args.device.type == "cpu":  # accelerate would train in float32
+            raise InputError(f"{section}fp16=True: a CPU does not train in float16; leave it out, or set bf16=true")
         if "wandb" in args.report_to:
             on_main_process(partial(_check_wandb, section))
 

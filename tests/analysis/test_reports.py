@@ -519,7 +519,10 @@ def test_inspect_of_a_quantized_base(folder, capsys):
         (["--expert-map", '{"a": [0], "a": [1], "b": [2], "c": [3]}'], "the key 'a' occurs twice"),
         (["--expert-map", '{"a":' * 100_000], "cannot be read as YAML"),
         (["--split", "test"], "data.jsonl': "),
-        (["--expert-map", '{"a": [1, 1, 0], "b": [2], "c": [3]}'], "expert_map: 'a': [1, 1, 0]: names an expert twice"),
+        (
+            ["--expert-map", '{"a": [1, 1, 0], "b": [2], "c": [3]}'],
+            "--expert-map: 'a': [1, 1, 0]: names an expert twice",
+        ),
     ],
 )
 def test_wrong_options(options, message, folder, capsys):

@@ -190,10 +190,13 @@ def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
         (["upcycle", "--model", "m", "--output", "o", "--num-expert", "4"], "did you mean '--num-experts'?"),
         (
             ["upcycle", "--model", "m", "--output", "o", "--num_experts", "x"],
-            "num_experts='x': must be a valid integer",
+            "--num-experts='x': must be a valid integer",
         ),
         (["upcycle", "--model", "m", "--output", "o", "--router-init", "attention"], "calibration=None: goes with"),
-        (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with router_init='attention'"),
+        (
+            ["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"],
+            "goes with --router-init='attention'",
+        ),
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
         (["export", "--adapter", "a", "--output", "o", "--verify", "texts.txt"], "'texts.txt': no such file"),
     ],
@@ -288,7 +291,7 @@ def test_what_is_no_list_of_experts_is_not_ignored(drop, tmp_path, capsys):
     command = ["prune", "--model", str(tmp_path / "moe"), "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as end:
         main([*command, "--drop", drop])
-    assert end.value.code == 2 and "error: drop" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert end.value.code == 2 and "error: --drop" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_link_that_leads_nowhere_is_no_folder(tmp_path, capsys):

@@ -88,14 +88,14 @@ def test_a_flag_that_may_be_unset_can_be_turned_off(arguments, kept):
 
 PROMPTS = json.dumps({name: {"positive": ["w3"]} for name in DOMAINS})
 BAD = {
-    "nothing to mix": ({"adapters": None}, "adapters, models: give one of the two"),
-    "both": ({"models": ["x", "y"]}, "adapters, models: give one of the two"),
-    "one adapter": ({"adapters": ["x"]}, "adapters, models: give two or more"),
+    "nothing to mix": ({"adapters": None}, "--adapters, --models: give one of the two"),
+    "both": ({"models": ["x", "y"]}, "--adapters, --models: give one of the two"),
+    "one adapter": ({"adapters": ["x"]}, "--adapters, --models: give two or more"),
     "gates": ({"gates": "x"}, "gates='x': must be one of ridge, prompts, arrow"),
     "no texts": ({"data": None, "label-column": None}, "gates='ridge': need texts for each expert"),
-    "a column without data": ({"data": None, "gates": "arrow"}, "label_column, test_data, right: go with data"),
-    "one file without a column": ({"label-column": None}, "give one with label_column, or one for each expert"),
-    "files with a column": ({"data": ["x.jsonl", "y.jsonl"]}, "give one with label_column, or one for each expert"),
+    "a column without data": ({"data": None, "gates": "arrow"}, "--label-column, --test-data, --right: go with data"),
+    "one file without a column": ({"label-column": None}, "data.jsonl']: give one with --label-column"),
+    "files with a column": ({"data": ["x.jsonl", "y.jsonl"]}, "y.jsonl']: give one with --label-column"),
     "too few files": (
         {"data": ["{case}/a.jsonl", "{case}/b.jsonl"], "label-column": None}, "--data: 2 files for 3 experts"
     ),
@@ -104,7 +104,7 @@ BAD = {
         "b.jsonl: give the files in the order of a, b, c",
     ),
     "no such file": ({"data": ["nowhere.jsonl"]}, "--data='nowhere.jsonl': no such file"),
-    "no such column": ({"label-column": "x"}, "label_column='x': --data has only"),
+    "no such column": ({"label-column": "x"}, "--label-column='x': --data has only"),
     "no rows of an expert": ({"adapters": ["{case}/a", "{case}/d"]}, "labels='d': must be one of a, b, c"),
     "names": ({"labels": ["a", "b"]}, "labels=['a', 'b']: 3 experts; give a name for each"),
     "equal names": ({"labels": ["a", "b", "b"]}, "two experts have the same name"),
@@ -112,14 +112,14 @@ BAD = {
     "prompts that are not a mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
-    "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "prompts: gates='arrow' read no texts"),
-    "top-k": ({"top-k": "4"}, "top_k=4: must be at most the number of experts (3)"),
-    "top-k of 0": ({"top-k": "0"}, "top_k=0: must be at least 1"),
-    "top-k a text": ({"top-k": "x"}, "top_k='x': must be a valid integer"),
+    "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "--prompts: --gates='arrow' read no texts"),
+    "top-k": ({"top-k": "4"}, "--top-k=4: must be at most the number of experts (3)"),
+    "top-k of 0": ({"top-k": "0"}, "--top-k=0: must be at least 1"),
+    "top-k a text": ({"top-k": "x"}, "--top-k='x': must be a valid integer"),
     "mixing": ({"mixing": "x"}, "mixing='x': must be 'output' or 'projection'"),
     "dtype": ({"dtype": "int8"}, "--dtype='int8': must be one of auto"),
-    "replace alone": ({"replace": "1"}, "replace=1: goes with add_to"),
-    "several to add": ({"add-to": "x"}, "only one can join add_to at a time"),
+    "replace alone": ({"replace": "1"}, "--replace=1: goes with --add-to"),
+    "several to add": ({"add-to": "x"}, "only one can join --add-to at a time"),
     "other base": ({"base": "nowhere"}, "base='nowhere'"),
     "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "dense model; give a LORA adapter"),
     "models with arrow": (
@@ -132,7 +132,7 @@ BAD = {
     "keys of another program": ({"gate-mode": "hidden", "zzz": "1"}, "--gate-mode: not a setting here; instead: gates"),
     "several": ({"base_model": "x", "zzz": "1"}, "instead: base, of adapters; models need none | --zzz: unknown key"),
     "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
-    "too short": ({"max-length": "1"}, "max_length=1: no example keeps a token to learn from"),
+    "too short": ({"max-length": "1"}, "--max-length=1: no example keeps a token to learn from"),
 }  # fmt: skip
 
 
@@ -162,6 +162,26 @@ def test_bad_options_and_data_end_in_one_line(name, case, tmp_path, capsys):
     }  # fmt: skip
     line = refused(command(case, tmp_path / "out", **put), capsys, tmp_path / "out")
     assert message.replace("{case}", str(case)) in line, line
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["--replace", "1"], "--replace=1: goes with --add-to"),
+        (["--data", "a.jsonl"], "--data=['a.jsonl']: give one with --label-column, or one for each expert"),
+        (["--gates=arrow", "--data=a.jsonl", "--label_column=x", "--keep_sums"], "--keep-sums: --gates='arrow'"),
+        (["--config", "{file}"], "data=['label_column=x.jsonl']: give one with label_column, or one for each expert"),
+        (["--config", "{file}", "--add-to", "a b"], "adapters=['a', 'b']: only one can join --add-to at a time"),
+    ],
+)  # fmt: skip
+def test_messages_name_flags_where_flags_were_typed(typed, line, tmp_path, capsys):
+    """A file's settings keep their names, and values theirs."""
+    file = tmp_path / "mix.yaml"
+    file.write_text("{adapters: [a, b], output: o, data: [label_column=x.jsonl]}")
+    given = [] if "--config" in typed else ["--adapters", "a", "b", "--output", "o"]
+    with pytest.raises(SystemExit):
+        main(["mix", *given, *(each.format(file=file) for each in typed)])
+    assert f"error: {line}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in NO_ADAPTER if "saved whole" not in name])

@@ -467,16 +467,16 @@ def test_every_setting_is_a_flag():
 BAD = {
     "no data": (["--fit", "--base", "b"], "fit=True: give base and data"),
     "no base": (["--fit", "--data", "d.jsonl"], "fit=True: give base and data"),
-    "data alone": (["--data", "d.jsonl"], "data, neutral: go with fit"),
-    "neutral alone": (["--neutral", "n.txt"], "data, neutral: go with fit"),
-    "labels alone": (["--labels", "a"], "labels, label_column: go with data"),
+    "data alone": (["--data", "d.jsonl"], "--data, --neutral: go with fit"),
+    "neutral alone": (["--neutral", "n.txt"], "--data, --neutral: go with fit"),
+    "labels alone": (["--labels", "a"], "--labels, --label-column: go with data"),
     "files and a column": (
-        ["--fit", "--base", "b", "--data", "c", "d", "--label-column", "x"], "give one file with label_column"
+        ["--fit", "--base", "b", "--data", "c", "d", "--label-column", "x"], "give one file with --label-column"
     ),
     "too few labels": (["--fit", "--base", "b", "--data", "c", "d", "--labels", "x"], "2 files; give a name for each"),
     "equal labels": (["--fit", "--base", "b", "--data", "x/a.jsonl", "y/a.jsonl"], "two adapters have the same name"),
     "no such file": (["--fit", "--base", "b", "--data", "nowhere.jsonl"], "nowhere.jsonl': no such file"),
-    "no such column": (["--fit", "--base", "{base}", "--data", "{d}", "--label-column", "x"], "label_column='x'"),
+    "no such column": (["--fit", "--base", "{base}", "--data", "{d}", "--label-column", "x"], "--label-column='x'"),
     "no such label": (
         ["--fit", "--base", "{base}", "--data", "{d}", "--label-column", "of", "--labels", "x"],
         "labels='x': must be one of a, b, which --data has",

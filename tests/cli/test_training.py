@@ -998,6 +998,8 @@ def test_a_plan_needs_no_accelerator(case, tmp_path, capsys, monkeypatch):
         ("target_modules", "all", "target_modules: all: not a setting here; instead: target_modules: all-linear"),
         ("target_modules", ["W_pack"], "{'W_pack'} not found in the base model"),
         ("bf16", "auto", "bf16: auto: not a setting here; instead: leave it out"),
+        ("fp16", True, "fp16=True: a CPU does not train in float16"),
+        ("stages", {"joint": {"fp16": True}}, "stages.joint.fp16=True: a CPU does not train in float16"),
         ("adapter", "lora", "adapter: lora: not a setting here; instead: leave it out"),
         ("model", "no/such", "model: not a setting here; instead: model_name_or_path"),
         ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),

@@ -207,8 +207,8 @@ def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path
     save_file(weights, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
     moe, out = str(tmp_path / "moe"), tmp_path / "out"
     for command, words in (
-        (["prune", "--experts-per-layer", "2"], "error: data: the loss is nan; use a wider dtype"),
-        (["inspect"], "error: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
+        (["prune", "--experts-per-layer", "2"], "error: --data: the loss is nan; use a wider dtype"),
+        (["inspect"], "error: --dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
     ):
         with pytest.raises(SystemExit) as end:
             main([*command, "--model", moe, "--data", data, "--output", str(out), "--dtype", "float16"])

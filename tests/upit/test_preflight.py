@@ -72,6 +72,7 @@ def merged(settings: dict, change: dict) -> dict:
             with_sft("router_init", lr_scheduler_type="cosine_with_min_lr"),
             "router_init.sft.lr_scheduler_kwargs={}: of 'cosine_with_min_lr': .*min_lr",
         ),
+        (with_sft("post_train", bf16=False, fp16=True), "post_train.sft.fp16=True: a CPU does not train in float16"),
         (with_sft("router_init", loss_type="dft"), "router_init.sft.loss_type='dft': stage 3 has the paper's loss"),
         (
             with_sft("router_init", label_smoothing_factor=0.1),

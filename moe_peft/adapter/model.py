@@ -289,8 +289,9 @@ class MoELoraModel(BaseTuner):
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise InputError(
-            "MoE-LoRA cannot add weighted adapters: the routers of two adapters choose differently. Activate both with "
-            "`model.base_model.set_adapter([...])`, or build one adapter from their experts with `moe_peft.lora_to_moe`"
+            "MoE-LoRA cannot add weighted adapters: the routers of two adapters choose differently. Make one of their "
+            "experts (moe_peft.expert_to_lora, then moe_peft.lora_to_moe); or activate both "
+            "(model.base_model.set_adapter([...])), which needs mixing='projection' in all but one"
         )
 
     @contextmanager
@@ -324,8 +325,8 @@ class MoELoraModel(BaseTuner):
             shapes = [str(list(of[key].shape)) if key in of else "no such weight" for of in (saved, expected)]
             if shapes[0] != shapes[1]:
                 raise InputError(
-                    f"{key}: the adapter has {shapes[0]}, this model has {shapes[1]}; load it on the base that it was "
-                    "trained on"
+                    f"{key}: the adapter has {shapes[0]}, this model has {shapes[1]}; give it another name if "
+                    f"{adapter_name!r} is another adapter's, else load it on the base that it was trained on"
                 )
             if saved[key].is_floating_point() != expected[key].is_floating_point():
                 raise InputError(f"{key}: the adapter has {saved[key].dtype}; save it in float32, bfloat16 or float16")

@@ -38,7 +38,7 @@ from transformers import (
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from trl.trainer.utils import disable_dropout_in_model
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.utils.messages import InputError
 from tests.helpers.adapters import save_adapter_with_sets
@@ -1077,6 +1077,27 @@ def test_a_base_that_holds_a_lora_is_refused_by_its_name(tmp_path):
         with pytest.raises(InputError, match="holds the lora adapter 'default'"):
             start()
     assert get_peft_model(held.merge_and_unload(), config)
+
+
+def test_what_is_advised_in_place_of_a_weighted_adapter_works():
+    model = adapted(mixing="projection")
+    with pytest.raises(InputError, match=r"expert_to_lora.*lora_to_moe.*set_adapter.*mixing='projection'"):
+        model.add_weighted_adapter(["default"], [1.0], "sum")
+    add(model, "second", seed=2)  # with mixing="output"
+    model.base_model.set_adapter(["default", "second"])
+    assert model(input_ids=IDS).logits.isfinite().all()
+    model.set_adapter("default")
+    experts = [expert_to_lora(model, i, adapter_name=name) for name in ("default", "second") for i in (0, 1)]
+    assert lora_to_moe(tiny_llama(), experts).peft_config["default"].num_experts == 4
+
+
+def test_a_name_that_another_adapter_has_is_named(tmp_path):
+    adapted(num_experts=3).save_pretrained(tmp_path)
+    model = adapted(num_experts=4)
+    with pytest.raises(InputError, match="give it another name if 'default' is another adapter's"):
+        model.load_adapter(tmp_path, "default")
+    model.load_adapter(tmp_path, "other")
+    assert model.peft_config["other"].num_experts == 3
 
 
 @pytest.mark.parametrize(

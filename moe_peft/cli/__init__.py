@@ -111,6 +111,7 @@ _NOISE = {
     "torchao": "Failed to load",
     "torchao.kernel.intmm": "Detected no triton",
     "torch.utils._pytree": "is an Enum subclass",
+    "datasets.packaged_modules.json.json": "Failed to load JSON",  # our line names the file's
     "DeepSpeed": "Setting accelerator to CPU",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }

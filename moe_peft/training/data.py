@@ -84,6 +84,8 @@ def load_data(
             except DatasetGenerationError as error:
                 if stray := _stray_file(folder):
                     raise InputError(f"{stray}; move it away") from error
+                if isinstance(source, str) and (broken := _broken_line(source)):
+                    raise InputError(broken) from error
                 raise error.__cause__ or error from None  # which says what is wrong
             if isinstance(dataset, Dataset):
                 if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
@@ -122,7 +124,8 @@ def load_data(
         raise InputError(f"{field}={source!r}: column {min(unread)!r}: is not read; rename it to prompt")
     has_system = "system" in names and not names.isdisjoint({"messages", "conversations"})
     if has_system or _to_messages(copy.deepcopy(dataset[0])) != dataset[0]:
-        removed = sorted({"conversations", *({"system"} if has_system else ())} & names - {label_column})
+        of_answers = {"messages"} if isinstance(dataset[0].get("chosen"), dict) else set()
+        removed = sorted(({"conversations", *({"system"} if has_system else ())} | of_answers) & names - {label_column})
         dataset = dataset.map(_to_messages, remove_columns=removed, desc="Converting to messages")
     return dataset
 
@@ -152,11 +155,20 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn a row with `from` and `value`, as in ShareGPT, or a column `conversations` into one with messages."""
+    """
+    Turn a row with `from` and `value`, as in ShareGPT, or a column `conversations` into one with messages; with two
+    answers to a conversation, as LLaMA-Factory ranks them, into a prompt and these.
+    """
+    answers = [key for key in ("chosen", "rejected") if isinstance(row.get(key), dict)]
+    for key in answers:
+        row[key] = [row[key]]
     row = maybe_convert_to_chatml(row)
-    messages, system = row.get("messages"), row.get("system")
+    if answers and "messages" in row:
+        row["prompt"] = row.pop("messages")
+    key = "prompt" if answers else "messages"
+    messages, system = row.get(key), row.get("system")
     if system and isinstance(messages, list) and messages and messages[0].get("role") != "system":
-        row["messages"] = [{"role": "system", "content": system}, *messages]
+        row[key] = [{"role": "system", "content": system}, *messages]
     for cell in row.values():
         for message in cell if isinstance(cell, list) else ():
             if isinstance(message, dict) and message.get("role") in _SHAREGPT_ROLES:
@@ -173,7 +185,7 @@ def _from_alpaca(field: str, row: dict[str, Any], i: int) -> dict[str, Any]:
     for name, value in parts.items():
         # A whole number's text is known; that of a float, a flag or a list as the file had it is not.
         if not isinstance(value, str) and type(value) is not int and (value is not None or name == "output"):
-            raise InputError(f"{field}: row {i}: {name}={one_line(repr(value), 60)}: must be a string")
+            raise InputError(f"{field}: row {i + 1}: {name}={one_line(repr(value), 60)}: must be a string")
     turns = [("system", row.get("system"))]
     for pair in row.get("history") or ():
         if len(pair) != 2 or None in pair:
@@ -234,10 +246,31 @@ def _stray_file(folder: str) -> str | None:
             files = glob.escape(os.path.abspath(file))
             names = load_dataset(_FORMATS[file.suffix], data_files=files, split="train").column_names
         except Exception as error:
-            return f"{file} cannot be read ({one_line(error.__cause__ or error, 80)})"
+            return f"{file} cannot be read ({_broken_line(file) or one_line(error.__cause__ or error, 80)})"
         first = first or (file.name, names)
         if set(names) != set(first[1]):
             return f"{file} has the columns {', '.join(names)}, {first[0]} has {', '.join(first[1])}"
+    return None
+
+
+def _broken_line(file: str | os.PathLike) -> str | None:
+    """Return which line of a JSON file cannot be read, counted from 1; None if it is another file, or its lines can."""
+    try:
+        text = read_text(file) if _FORMATS.get(Path(file).suffix) == "json" else "[]"
+        json.loads(text)
+        return None
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("["):
+            return f"line {error.lineno}: is no JSON: {error.msg}"
+    except (InputError, RecursionError):
+        return None
+    for i, line in enumerate(text.split("\n"), 1):
+        try:
+            row = json.loads(line.strip() or "{}")
+        except json.JSONDecodeError as error:
+            return f"line {i}: is no JSON: {error.msg}: {one_line(line, 60)}"
+        if not isinstance(row, dict):
+            return f"line {i}: {one_line(line, 60)}: must be a JSON object, with columns and their values"
     return None
 
 
@@ -343,7 +376,7 @@ def check_rows(
     kept |= of_tokens | ({"tools"} & columns)
     if label_column:
         check_labels(dataset, field, label_column)
-    for i, row in enumerate(dataset.select_columns(sorted(kept))):
+    for i, row in enumerate(dataset.select_columns(sorted(kept)), 1):
         where = f"{field}: row {i}"
         for name in of_tokens:
             if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
@@ -414,7 +447,7 @@ def _left_out(message: dict[str, Any], chat: str, is_last: bool) -> str | None:
 
 def check_labels(dataset: Dataset, field: str, column: str) -> None:
     """Check that a column has a string or a number in every row; not NaN, which files have where there is none."""
-    for i, value in enumerate(dataset[column]):
+    for i, value in enumerate(dataset[column], 1):
         if not (isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
             raise InputError(f"{field}: row {i}: {column}={value!r}: must be a label")
 

@@ -493,7 +493,7 @@ BAD = {
     "no words": (["--fit", "--base", "{base}", "--data", "{silent}"], "'silent' has none with words"),
     "a row without a label": (
         ["--fit", "--base", "{base}", "--data", "{unlabeled}", "--label-column", "of"],
-        "row 1: of=None: must be a label",
+        "row 2: of=None: must be a label",
     ),
     "messages that are none": (["--fit", "--base", "{base}", "--data", "{none}"], "must be a message with role"),
     "port": (["--port", "70000"], "port=70000: must be at most 65535"),

@@ -77,7 +77,7 @@ def test_rows_with_more_columns_than_their_format_has(tmp_path):
 @pytest.mark.parametrize("output", [None, True, 2.0, ["a", "b"], {"answer": "a"}], ids=str)
 def test_answers_that_are_no_text_are_refused(output, tmp_path):
     """Not trained on as Python writes them."""
-    with pytest.raises(ValueError, match=r"^dataset_name: row 1: output=.*: must be a string"):
+    with pytest.raises(ValueError, match=r"^dataset_name: row 2: output=.*: must be a string"):
         loaded(tmp_path, {"instruction": "a", "output": "b"}, {"instruction": "a", "output": output})
 
 
@@ -91,7 +91,7 @@ def test_values_of_a_csv_file_are_what_it_has(tmp_path):
     assert answers(text) == [
         ("Add 1\n\n3", "4"), ("Which code?", "007"), ("What is printed?\n\na", "None"), ("Is it?", "true"),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"^x: row 1: output=None: must be a string"):
+    with pytest.raises(ValueError, match=r"^x: row 2: output=None: must be a string"):
         answers("instruction,input,output\nAdd 1,3,4\nAdd 2,3,\n")
 
 
@@ -163,3 +163,40 @@ def test_tools_choose_a_template_of_a_mapping(tokenizer):
     tokenizer.chat_template = {"default": "no", "tool_use": BRANCHES}
     tools = [{"type": "function", "function": {"name": "w5", "description": "", "parameters": {"type": "object"}}}]
     check_rows(Dataset.from_list([{"messages": [ASKED, CALL], "tools": json.dumps(tools)}]), "data", tokenizer)
+
+
+@pytest.mark.parametrize("roles", [("from", "value", "human", "gpt"), ("role", "content", "user", "assistant")])
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_two_answers_to_a_conversation_become_pairs(roles, column, system, tmp_path):
+    """The rows in which LLaMA-Factory ranks answers."""
+    role, content, user, assistant = roles
+    row = {column: [{role: user, content: "hi"}], "chosen": {role: assistant, content: "hello"},
+           "rejected": {role: assistant, content: "no"}}  # fmt: skip
+    row |= {} if system is None else {"system": system}
+    prompt = [{"role": "system", "content": system}] if system else []
+    assert loaded(tmp_path, row, formats=PREFERENCES) == [{
+        "prompt": [*prompt, {"role": "user", "content": "hi"}],
+        "chosen": [{"role": "assistant", "content": "hello"}], "rejected": [{"role": "assistant", "content": "no"}],
+    }]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("x.jsonl", '{"text": "a"}\n{"text": "b"}\n{"text": c}\n{"text": "d"}\n', "line 3: is no JSON"),
+        ("x.jsonl", '{"text": "a"}\n\n{"text": "b",\n', "line 3: is no JSON"),
+        ("x.jsonl", '{"text": "a"}\n\n5\n', "line 3: 5: must be a JSON object"),
+        ("x.jsonl", "[1]\n[2]\n", "line 2: is no JSON"),
+        ("x.json", '[{"text": "a"},\n {"text": "b" "c"}]', "line 2: is no JSON"),
+    ],
+)
+def test_a_broken_line_is_counted_as_an_editor_counts(name, text, line, tmp_path):
+    """In a file, and in a folder with another one."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=f"^data='.*{name}': {line}") as error:
+        load_data(str(tmp_path / name), "data", None)
+    assert "\n" not in str(error.value)
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(InputError, match=rf"{name} cannot be read \({line}"):
+        load_data(str(tmp_path), "data", None)

@@ -48,7 +48,7 @@ MAY = {
     "post_train.router": [{}], "post_train.sft": MAPS,
     "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "model": [], "data": [],
     "adapter.r": [10**9, 10**30], "adapter.top_k": [], "adapter.lora_dropout": [0, 0.5], "adapter.router_type": [],
-    "adapter.lora_alpha": [None, 0.5, 1.5, 10**9, 10**30], "adapter.mixing": [], "adapter.use_rslora": FLAGS,
+    "adapter.lora_alpha": [None, 0.5, 1.5], "adapter.mixing": [], "adapter.use_rslora": FLAGS,
     "adapter.normalize_top_k": FLAGS, "adapter.router_aux_loss_coef": [0, 0.5, 1.5, 10**9, 10**30],
     "sft.learning_rate": [0, 0.5, 1.5, 10**9, 10**30], "sft.per_device_train_batch_size": [10**9, 10**30],
     "sft.gradient_accumulation_steps": [10**9, 10**30], "sft.max_length": [None, 10**9, 10**30],

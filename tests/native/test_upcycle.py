@@ -76,8 +76,8 @@ def test_models_may_be_named_one_by_one(folders):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--calibration-examples", "5"], "calibration_examples=5: goes with calibration"),
-    (["--fine-grained-split", "independent"], "fine_grained_split='independent': granularity=1 splits no expert"),
+    (["--calibration-examples", "5"], "--calibration-examples=5: goes with calibration"),
+    (["--fine-grained-split", "independent"], "--fine-grained-split='independent': --granularity=1 splits no expert"),
 ])  # fmt: skip
 def test_an_option_without_what_it_is_for_is_refused(options, words, folders, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:

@@ -56,9 +56,8 @@ import copy
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -69,11 +68,12 @@ from datasets import Dataset
 from peft import PeftModel
 
 from moe_peft import RequestGate, regmean
-from moe_peft.adapter.lora_conversion import _read_loras
+from moe_peft.adapter.lora_conversion import read_loras
 from moe_peft.combine import regmean as closed_form
 from moe_peft.combine.request_gate import neutral_requests
 from moe_peft.models.introspection import greedy_decoding
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+from moe_peft.utils.io import atomic_write
 
 from .differences import over_rows
 from .exact_match import Answer, answers
@@ -138,6 +138,15 @@ class OneLora(Requests):
         texts = random.Random(0).sample([text for text, _ in rows], FAR)
         self.far = [[{"role": "user", "content": text}] for text in texts]
         self.general = self.answered(neutral_requests(), "general")
+
+    def answered(self, texts: list[str], domain: str) -> list[dict[str, Any]]:
+        """They are kept for the other workers, and for a study that continues."""
+        file = self.work / f"{domain}.json"
+        if not file.exists():
+            rows = super().answered(texts, domain)
+            with atomic_write(file) as partial:
+                partial.write_text(json.dumps(rows))
+        return json.loads(file.read_text())
 
     def jobs(self) -> Iterator[Job]:
         done = {(run["set"], run["seed"], run["way"], run.get("rows", 0)) for run in self.ledger.records()}
@@ -257,7 +266,7 @@ class Asked:
 
     def mean(self, way: Way) -> Any:
         base = copy.deepcopy(self.study.base)
-        loras = _read_loras(base, self.folders())[0]
+        loras = read_loras(base, self.folders())[0]
         A = {path: torch.cat([lora.A[path].double() / self.n for lora in loras]) for path in loras[0].A}
         return closed_form._as_peft(base, loras, A)
 
@@ -278,7 +287,8 @@ class Asked:
                         for prompt, text in zip(asked, texts, strict=True)
                         if text
                     ]
-            file.write_text(json.dumps(made))
+            with atomic_write(file) as partial:
+                partial.write_text(json.dumps(made))
         saved = json.loads(file.read_text())
         rows = []
         for i in range(self.n):
@@ -302,7 +312,7 @@ class Asked:
         batches = calibration_batches(
             Dataset.from_list(rows), self.study.tokenizer, len(rows), max_length=LONGEST, columns=["expert"]
         )
-        of_base = mock.patch.object(closed_form, "_with_lora", lambda linears, lora: nullcontext())
+        of_base = mock.patch.object(closed_form, "_with_lora", lambda linears, lora, device: nullcontext())
         with of_base if way.name == "regmean, base inputs" else nullcontext():
             return regmean(copy.deepcopy(self.study.base), self.folders(), batches)
 
@@ -335,7 +345,7 @@ class Asked:
         for expert in range(self.n + 1):
             model = study.base if expert == self.n else self.lora(expert)
             for i in (i for i, row in enumerate(data) if row["expert"] == expert):
-                logits, labels = _answer_logits(model, collator([data[i]]))
+                logits = _answer_logits(model, collator([data[i]]))
                 teacher[i] = logits.detach().log_softmax(-1).half().cpu()
         pupil = study.new_lora(RANK).train()
         parameters = [p for p in pupil.parameters() if p.requires_grad]
@@ -347,7 +357,7 @@ class Asked:
             while len(order) < 10:
                 order += draw.sample(range(len(data)), len(data))
             batch, order = order[:10], order[10:]
-            logits, _ = _answer_logits(pupil, collator([data[i] for i in batch]))
+            logits = _answer_logits(pupil, collator([data[i] for i in batch]))
             wanted = torch.cat([teacher[i] for i in batch]).to(logits.device).float()
             loss = F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
             loss.backward()
@@ -358,20 +368,20 @@ class Asked:
         return pupil
 
 
-def _answer_logits(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits before each answer token [N, V], row by row, and the tokens."""
+def _answer_logits(model: Any, batch: Any) -> torch.Tensor:
+    """The logits before each answer token [N, V], row by row."""
     labels = batch["labels"].to(DEVICE)
     inputs = {name: batch[name].to(DEVICE) for name in ("input_ids", "attention_mask")}
     hidden = model.get_base_model().model if hasattr(model, "get_base_model") else model.model
     at = labels[:, 1:] != -100
     head = model.get_output_embeddings()
     with torch.set_grad_enabled(model.training):
-        return head(hidden(**inputs).last_hidden_state[:, :-1][at]), labels[:, 1:][at]
+        return head(hidden(**inputs).last_hidden_state[:, :-1][at])
 
 
 @torch.no_grad()
 def greedy(model: Any, tokenizer: Any, prompts: Sequence[list[dict[str, str]]], rows: int = 40) -> list[str]:
-    """Greedy answers of at most `ANSWER` tokens."""
+    """Greedy answers of at most twice `ANSWER` tokens."""
     found = []
     for start in range(0, len(prompts), rows):
         batch = tokenizer.apply_chat_template(
@@ -402,8 +412,8 @@ def report(ledger: Ledger) -> str:
         "# One LoRA out of several",
         "",
         "`python -m studies.one_lora report` writes this page; the script's head says what was fixed before its first"
-        " run. SmolLM2-135M-Instruct (out of a file of four bits, and back). Right answers in per cent, means over seeds"
-        " and rows; *harm*: the loss per token of the base's own answers to general requests, above the base's;"
+        " run. SmolLM2-135M-Instruct (out of a file of four bits, and back). Right answers in per cent, means over"
+        " seeds and rows; *harm*: the loss per token of the base's own answers to general requests, above the base's;"
         " *labels*: out-of-scope requests that are answered with an answer of some task.",
     ]
     for name in SETS:
@@ -454,8 +464,7 @@ def _shrink() -> None:
 
 
 def main() -> None:
-    shrink: Callable[[], None] = partial(_shrink)
-    command("one_lora", __doc__, OneLora, report, shrink)
+    command("one_lora", __doc__, OneLora, report, _shrink)
 
 
 if __name__ == "__main__":

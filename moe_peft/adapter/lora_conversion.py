@@ -76,7 +76,7 @@ def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _Lora:
+class PlainLora:
     """
     One LoRA adapter: A [r, in], B [out, r] of each linear module, trained rows of embeddings by token [D], and complete
     tensors of the base, by their names there.
@@ -158,7 +158,7 @@ def lora_to_moe(
         )
     if has_routed_experts(model):
         settings.setdefault("router_aux_loss_coef", 0.0)  # it adds the loss of its own routers alone
-    loras, targets = _read_loras(model, adapters if always is None else [*adapters, always])
+    loras, targets = read_loras(model, adapters if always is None else [*adapters, always])
     shared = None if always is None else loras.pop()
     # The model's task: adapters may name another, which nothing of a LoRA depends on.
     is_causal = type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
@@ -212,7 +212,7 @@ def lora_to_moe(
 
 def _fill_experts(
     model: PeftModel, adapter_name: str, targets: dict[str, tuple[str, str]],
-    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], shared: _Lora | None,
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], shared: PlainLora | None,
 ) -> None:  # fmt: skip
     """Give routed experts the stacked matrices of each linear, the shared one its LoRA, and zeros to all the rest."""
     layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
@@ -265,10 +265,10 @@ def determined_fields(model: nn.Module, adapters: Sequence[Adapter]) -> dict[str
     The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`. The base may be on the meta
     device.
     """
-    return _determined(*_read_loras(model, adapters))
+    return _determined(*read_loras(model, adapters))
 
 
-def _determined(loras: Sequence[_Lora], targets: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def _determined(loras: Sequence[PlainLora], targets: dict[str, tuple[str, str]]) -> dict[str, Any]:
     r = max(A.shape[0] for lora in loras for A in lora.A.values())
     projections = {projection for _, projection in targets.values() if projection != "weight"}
     return {
@@ -280,12 +280,12 @@ def _determined(loras: Sequence[_Lora], targets: dict[str, tuple[str, str]]) -> 
     }
 
 
-def _scaling(loras: Sequence[_Lora]) -> float:
+def _scaling(loras: Sequence[PlainLora]) -> float:
     """The scaling of all experts: the first module's of the first adapter."""
     return lora_scaling(loras[0].config, next(iter(loras[0].A)))
 
 
-def _token_rows(loras: Sequence[_Lora]) -> dict[str, dict[int, list[torch.Tensor]]]:
+def _token_rows(loras: Sequence[PlainLora]) -> dict[str, dict[int, list[torch.Tensor]]]:
     """By module and token: the rows [D] that adapters trained for it."""
     found: dict[str, dict[int, list[torch.Tensor]]] = {}
     for lora in loras:
@@ -310,7 +310,7 @@ def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tens
     ])  # fmt: skip
 
 
-def _saved(loras: Sequence[_Lora], model: nn.Module) -> dict[str, torch.Tensor]:
+def _saved(loras: Sequence[PlainLora], model: nn.Module) -> dict[str, torch.Tensor]:
     """The complete tensors that are not the base's, and the same in all adapters."""
     base, found = dict(model.named_parameters(remove_duplicate=False)), {}
     for key in dict.fromkeys(key for lora in loras for key in lora.saved):
@@ -334,7 +334,11 @@ def _saved(loras: Sequence[_Lora], model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _stacked(
-    loras: Sequence[_Lora], targets: Iterable[str], experts: Experts, averaged: Collection[str], shared: _Lora | None
+    loras: Sequence[PlainLora],
+    targets: Iterable[str],
+    experts: Experts,
+    averaged: Collection[str],
+    shared: PlainLora | None,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """
     The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
@@ -513,15 +517,15 @@ def _matrices_of(
     return state, ranks, alphas
 
 
-def _read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
-    """Adapters that fit the base model, and the target of each of their modules: its MoE layer and projection."""
+def read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[PlainLora], dict[str, tuple[str, str]]]:
+    """Return adapters that fit the base model, and the target of each of their modules: MoE layer and projection."""
     loras = [_read_lora(adapter, i, model) for i, adapter in enumerate(adapters)]
     for lora in loras:
         _check_fits(lora, model)
     return loras, {module: _target(model, module) for lora in loras for module in lora.A}
 
 
-def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
+def _read_lora(source: Adapter, index: int, model: nn.Module) -> PlainLora:
     """Read a LoRA adapter and check that it is a plain one."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
@@ -560,7 +564,7 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
             name, config.target_modules, ", ".join(sorted(ignored)),
         )  # fmt: skip
     A, B = ({module: tensor for module, tensor in of.items() if module not in ignored} for of in (A, B))
-    lora = _Lora(name, config, A, B, tokens, saved)
+    lora = PlainLora(name, config, A, B, tokens, saved)
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
         raise InputError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
@@ -644,7 +648,7 @@ def _check_saved(name: str, key: str, tensor: torch.Tensor, model: nn.Module) ->
         )
 
 
-def _check_fits(lora: _Lora, model: nn.Module) -> None:
+def _check_fits(lora: PlainLora, model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for name, A in lora.A.items():
         if name not in modules:

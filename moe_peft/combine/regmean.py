@@ -14,13 +14,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
-from ..adapter.lora_conversion import Adapter, _Lora, _read_loras, lora_scaling
+from ..adapter.layers import linear_features
+from ..adapter.lora_conversion import Adapter, PlainLora, lora_scaling, read_loras
 from ..utils.messages import InputError
 from ..utils.torch_contexts import double, evaluating
 
@@ -71,7 +73,7 @@ def regmean(
     >>> model.save_pretrained("math-and-code")
     ```
     """
-    loras = _read_loras(model, adapters)[0]
+    loras = read_loras(model, adapters)[0]
     for lora in loras:
         if lora.tokens or lora.saved:
             raise InputError(f"regmean: {lora.name}: has more than LoRAs on linears; merge LoRAs without it")
@@ -89,8 +91,8 @@ def regmean(
 
 
 def _merged_A(
-    model: nn.Module,
-    loras: Sequence[_Lora],
+    model: Any,
+    loras: Sequence[PlainLora],
     linears: Mapping[str, nn.Module],
     owner: Mapping[str, str],
     paths: Sequence[str],
@@ -119,8 +121,8 @@ def _merged_A(
 
 @torch.no_grad()
 def _grams(
-    model: nn.Module,
-    lora: _Lora | None,
+    model: Any,
+    lora: PlainLora | None,
     linears: Mapping[str, nn.Module],
     owners: set[str],
     batches: Sequence[Mapping[str, torch.Tensor]],
@@ -135,7 +137,7 @@ def _grams(
     """
     grams: dict[str, torch.Tensor] = {}
     tokens = 0
-    with _with_lora(linears, lora), evaluating(model), ExitStack() as hooks:
+    with _with_lora(linears, lora, model.device), evaluating(model), ExitStack() as hooks:
         mask_BS = torch.empty(0)
 
         def add(module: nn.Module, args: tuple[torch.Tensor, ...], path: str) -> None:
@@ -158,32 +160,24 @@ def _grams(
 
 
 @contextmanager
-def _with_lora(linears: Mapping[str, nn.Module], lora: _Lora | None) -> Iterator[None]:
+def _with_lora(linears: Mapping[str, nn.Module], lora: PlainLora | None, device: torch.device) -> Iterator[None]:
     """Add a LoRA's updates to the outputs of linears inside the block."""
     with ExitStack() as hooks:
-        for path, linear in linears.items() if lora is not None else ():
-            if path in lora.A:
-                scaling = lora_scaling(lora.config, path)
-
-                def update(
-                    module: nn.Module,
-                    args: tuple[torch.Tensor, ...],
-                    y: torch.Tensor,
-                    path: str = path,
-                    s: float = scaling,
-                ) -> torch.Tensor:
-                    x = args[0]
-                    A, B = (matrix.to(x.device, torch.float32) for matrix in (lora.A[path], lora.B[path]))
-                    return y + (s * (x.float() @ A.T @ B.T)).to(y.dtype)
-
-                hooks.callback(linear.register_forward_hook(update).remove)
+        for path in linears.keys() & (lora.A.keys() if lora is not None else ()):
+            A, B = (matrix.to(device, torch.float32) for matrix in (lora.A[path], lora.B[path]))  # type: ignore[union-attr]
+            update = partial(_updated, A=A, B=lora_scaling(lora.config, path) * B)  # type: ignore[union-attr]
+            hooks.callback(linears[path].register_forward_hook(update).remove)
         yield
 
 
+def _updated(
+    linear: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor, A: torch.Tensor, B: torch.Tensor
+) -> torch.Tensor:
+    return y + (args[0].float() @ A.T @ B.T).to(y.dtype)
+
+
 @torch.no_grad()
-def _shared_inputs(
-    model: nn.Module, linears: Mapping[str, nn.Module], batch: Mapping[str, torch.Tensor]
-) -> dict[str, str]:
+def _shared_inputs(model: Any, linears: Mapping[str, nn.Module], batch: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return by linear the first one that reads the same input, as the gate and up projections of an FFN do."""
     owner: dict[str, str] = {}
     last: tuple[torch.Tensor | None, str] = (None, "")
@@ -210,7 +204,7 @@ def _groups(linears: Mapping[str, nn.Module], owner: Mapping[str, str], memory: 
     groups: list[list[str]] = []
     left = 0
     for first, paths in of_owner.items():
-        size = 3 * 8 * linears[first].in_features ** 2  # type: ignore[operator]  # total, an adapter's sum, a factor
+        size = 3 * 8 * linear_features(linears[first])[0] ** 2  # the total, an adapter's sum, a factor
         if size > left:
             groups.append([])
             left = memory
@@ -219,7 +213,7 @@ def _groups(linears: Mapping[str, nn.Module], owner: Mapping[str, str], memory: 
     return groups
 
 
-def _as_peft(model: nn.Module, loras: Sequence[_Lora], merged: Mapping[str, torch.Tensor]) -> PeftModel:
+def _as_peft(model: nn.Module, loras: Sequence[PlainLora], merged: Mapping[str, torch.Tensor]) -> PeftModel:
     """Return the base with a LoRA of these A, and of all B, each times its scaling."""
     rank = {path: len(A) for path, A in merged.items()}
     r = max(rank.values())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from ..combine.mix_settings import MOST_ALONE, MixSettings
+from ..utils.io import read_json
 from ..utils.messages import InputError
 from .commands import PLUGINS, to_run
 from .settings import SettingsParser, check_files, check_models
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
     from ..combine.held_out import HeldOut
 
 _GROUPS = {
-    "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "always",
+    "Experts": ("output", "into", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "always",
                 "add_to", "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
               "neutral", "right", "max_new_tokens", "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank takes
 EXAMPLE = r"""
 example, of two LoRA adapters and a file with a few texts for each:
   moe-peft mix --adapters lora-math lora-prose --data math.jsonl prose.jsonl \
@@ -73,13 +76,14 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
                 table.add_row(shown(way, experts), *(form.format(values[name]) for name in (*columns, "mean")))
             console.print(table)
     table = Table("of", "rows", "requests picked for it", "tokens that go to it first", title="What reaches its own")
-    for label in labels:
+    for label in labels if measured.reached else ():
         reached = measured.reached.get(label)
         table.add_row(
             label, str(measured.rows[label]), f"{measured.picked[label]:.0%}" if measured.picked else "",
             f"{reached[experts.index(label)]:.1%}" if reached else "",
         )  # fmt: skip
-    console.print(table)
+    if measured.reached:  # a merged LoRA has no gates
+        console.print(table)
     if len(labels) < len(experts):
         console.print(
             f"measured only on rows of {', '.join(labels)}; --test-data may have rows of all", highlight=False
@@ -95,6 +99,14 @@ def destinations(settings: MixSettings) -> list[str]:
     from ..serving.vllm import check_served
 
     output, quoted = settings.output, shlex.quote(settings.output)
+    if settings.into == "lora":
+        config = read_json(Path(output, "adapter_config.json"))
+        base, rank = shlex.quote(config["base_model_name_or_path"]), config["r"]
+        lines = [f"PEFT, a LoRA of rank {rank}: AutoPeftModelForCausalLM.from_pretrained({output!r})"]
+        if limit := next((most for most in _VLLM_RANKS if most >= rank), None):
+            vllm = f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules one={quoted}"
+            lines.append(f"vLLM: {vllm}")
+        return lines
     if settings.models:
         export = to_run(f"export --model {quoted} --format gguf --output {shlex.quote(output + '.gguf')}")
         return [f"a native MoE, for transformers and vLLM as it is (vllm serve {quoted}); for llama.cpp: {export}"]

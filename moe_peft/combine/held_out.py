@@ -32,6 +32,7 @@ Measure = dict[str, float]  # by label, and "mean" over labels
 _THOUGHTS = re.compile(r"\A.*?</think>\s*", re.DOTALL)  # the template may have <think> in the prompt
 OWN, PICKED = "each its own", "picked by its request"
 MEAN_OF_ADAPTERS, MEAN_OF_MODELS = "mean of the adapters", "mean of the models"
+MERGED = "one LoRA (RegMean)"
 
 
 @dataclass(frozen=True)
@@ -198,22 +199,10 @@ def score_mixture(
         general: general requests, which should go to the base.
         others: ways that were measured before, of models that the mixture was made of.
     """
-    layers = routed_layers(model)
-    adapters = [layer for layer in layers if isinstance(layer, AdapterLayer)]
-    scored: dict[str, Scored] = {**(others or {})}
-    ways: dict[str, AbstractContextManager] = {}
-    if adapters:
-        ways[BASE] = model.disable_adapter()
-        if len(labels) <= MOST_ALONE:
-            ways |= {label: serve_alone(model, i) for i, label in enumerate(labels)}
-        ways[MEAN_OF_ADAPTERS] = uniform_gates(model, "projection")
-    for way, context in tqdm(ways.items(), desc="ways to answer"):
-        with context:
-            scored[way] = score(model, parts)
-    if scored.keys() >= {*labels}:
+    adapters = [layer for layer in routed_layers(model) if isinstance(layer, AdapterLayer)]
+    scored = score_ways(model, parts, labels) if adapters else {**(others or {})}
+    if not adapters and scored.keys() >= {*labels}:
         scored[OWN] = {label: scored[label][label] for label in parts.by_label}
-    elif adapters:
-        scored[OWN] = score(model, parts, experts=[labels.index(label) for label in parts.labels])
     shares: dict[str, float] = {}
     lost, to_base = 0.0, None
     if request_gate is not None:
@@ -230,6 +219,33 @@ def score_mixture(
         scored[f"{gates} gates"] = score(model, parts)
     reached = {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()}
     return _held_out(scored, parts, labels, shares, lost, to_base, reached)
+
+
+def score_ways(model: Any, parts: Parts, labels: Sequence[str]) -> dict[str, Scored]:
+    """Return the answers of a mixture's base, of each expert alone, of their mean, and of each row's own expert."""
+    ways: dict[str, AbstractContextManager] = {BASE: model.disable_adapter()}
+    if len(labels) <= MOST_ALONE:
+        ways |= {label: serve_alone(model, i) for i, label in enumerate(labels)}
+    ways[MEAN_OF_ADAPTERS] = uniform_gates(model, "projection")
+    scored = {}
+    for way, context in tqdm(ways.items(), desc="ways to answer"):
+        with context:
+            scored[way] = score(model, parts)
+    if scored.keys() >= {*labels}:
+        scored[OWN] = {label: scored[label][label] for label in parts.by_label}
+    else:
+        scored[OWN] = score(model, parts, experts=[labels.index(label) for label in parts.labels])
+    return scored
+
+
+def score_merged(model: Any, parts: Parts, labels: Sequence[str], others: Mapping[str, Scored]) -> HeldOut:
+    """
+    Args:
+        model: with the one LoRA that the adapters were merged into.
+        labels: the adapters' names.
+        others: the answers of `score_ways`.
+    """
+    return _held_out({**others, MERGED: score(model, parts)}, parts, labels, {}, 0.0, None, {})
 
 
 def _held_out(
@@ -279,7 +295,7 @@ def verdict(
     # No one can serve each row by its own expert. Of equal ways, an expert alone comes last.
     ways = sorted((way for way in scored if way != OWN), key=lambda way: way in labels)
     best = min(ways, key=lambda way: (-right[way]["mean"] if by_answers else 0, round(losses[way]["mean"], 4)))
-    note = {PICKED: " (moe-peft pick)", [*scored][-1]: " (this mixture)"}.get(best, "")
+    note = {PICKED: " (moe-peft pick)", [*scored][-1]: " (this mixture)", MERGED: " (this LoRA)"}.get(best, "")
     value = f"{right[best]['mean']:.0%} right answers" if by_answers else f"a loss of {losses[best]['mean']:.3f}"
     lines = [f"Best: {shown(best, labels)}{note}, with {value}."]
     # Which differences are not chance.

@@ -42,8 +42,20 @@ from ..utils.model_card import write_model_card
 from ..utils.plugins import load_function
 from ..utils.torch_contexts import free_memory
 from .experts import put_expert
-from .held_out import MEAN_OF_ADAPTERS, MEAN_OF_MODELS, OWN, PICKED, HeldOut, score, score_mixture
+from .held_out import (
+    MEAN_OF_ADAPTERS,
+    MEAN_OF_MODELS,
+    MERGED,
+    OWN,
+    PICKED,
+    HeldOut,
+    score,
+    score_merged,
+    score_mixture,
+    score_ways,
+)
 from .mix_settings import MOST_ALONE, MixSettings
+from .regmean import regmean
 from .request_gate import BASE, RequestGate, absolute
 from .request_gate import FILE as REQUEST_GATE
 from .texts import Source, neutral_texts
@@ -76,7 +88,7 @@ def labels_of(settings: MixSettings) -> list[str]:
         raise InputError(f"labels={labels}: an expert has no name; give names (--labels)")
     if len(set(labels)) < len(labels):
         raise InputError(f"labels={labels}: two experts have the same name; give others (--labels)")
-    lines = (BASE, "mean", MEAN_OF_ADAPTERS, MEAN_OF_MODELS, OWN, PICKED, f"{settings.gates} gates")
+    lines = (BASE, "mean", MEAN_OF_ADAPTERS, MEAN_OF_MODELS, MERGED, OWN, PICKED, f"{settings.gates} gates")
     if taken := [label for label in labels if label in lines]:
         raise InputError(f"labels={labels}: {taken[0]!r} is a line or column of the tables; give another (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
@@ -98,6 +110,8 @@ def mix(settings: MixSettings) -> HeldOut | None:
     if settings.right is not None:
         load_function(settings.right, "right")  # what is wrong with it is said before anything is read
     labels = labels_of(settings)
+    if settings.into == "lora":
+        return _merge_adapters(settings, labels)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
 
 
@@ -154,6 +168,35 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         if gate is not None:
             gate.base, gate.revision = absolute(base.path), base.revision
             gate.save_pretrained(folder)
+        _report(settings, labels, measured, folder, base.path)
+    return measured
+
+
+def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
+    """Write one LoRA, the least-squares merge of the adapters."""
+    with new_folder(settings.output) as folder:
+        _, adapters = _opened(settings, labels)
+        base, tokenizer = common_base(adapters), adapters[0].tokenizer
+        check_tokenizer(tokenizer, base.config, adapters[0])
+        for adapter in adapters[1:]:
+            check_same_tokens(adapter, adapters[0])
+        warn_of_templates(adapters)
+        source = Source(settings, labels, tokenizer)
+        calibration, held_out = source.split()
+        assert calibration is not None and held_out is not None
+        parts = source.parts(held_out)
+        _say_cost(calibration, held_out, labels)
+        batches = source.merge_batches(calibration)
+        paths = [adapter.path for adapter in adapters]
+
+        # The base, each adapter alone, and their mean, by a mixture that is given up again.
+        mixture = lora_to_moe(base.load(settings.dtype), paths, top_k=1, mixing="projection").eval()
+        scored = score_ways(mixture, parts, labels)
+        model = regmean(mixture.unload(), paths, batches)
+        model.peft_config["default"].revision = base.revision
+        measured = score_merged(model, parts, labels, scored)
+        model.save_pretrained(str(folder))
+        tokenizer.save_pretrained(str(folder))
         _report(settings, labels, measured, folder, base.path)
     return measured
 
@@ -321,5 +364,10 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
 def _report(settings: MixSettings, labels: list[str], measured: HeldOut | None, folder: Path, base: str) -> None:
     report = {"labels": labels, **settings.model_dump(exclude={"labels", "output"})}
     write_json(folder / REPORT, report | (asdict(measured) if measured else {}))
-    made = f"`moe-peft mix`: {', '.join(f'`{label}`' for label in labels)}; gates without training: `{settings.gates}`"
+    how = (
+        "merged by least squares (RegMean)"
+        if settings.into == "lora"
+        else f"gates without training: `{settings.gates}`"
+    )
+    made = f"`moe-peft mix`: {', '.join(f'`{label}`' for label in labels)}; {how}"
     write_model_card(folder, base=base, made=made)

@@ -14,6 +14,9 @@ OURS = "ours"  # of `neutral`
 MOST_ALONE = 8  # experts that are measured alone, each on all rows, and have columns of their own in tables
 
 
+_OF_MIXTURES = {"gates", "prompts", "always", "top_k", "attention", "mixing", "keep_sums"}
+
+
 class Prompts(Settings):
     """What an expert is for, and what it is not for."""
 
@@ -30,6 +33,10 @@ class MixSettings(Settings):
     models: Texts | None = Field(None, title="PATH", description="dense models of one architecture, for a native MoE")
     base: Text | None = Field(
         None, title="PATH", description="the adapters' base; default: the one that the first names"
+    )
+    into: Literal["moe", "lora"] = Field(
+        "moe",
+        description="moe (default): a mixture with gates; lora: one ordinary LoRA, their least-squares merge (RegMean)",
     )
     gates: Text = Field("ridge", title="NAME", description="ridge, prompts, arrow, or one of a plugin's")
     labels: Texts | None = Field(
@@ -48,7 +55,8 @@ class MixSettings(Settings):
     neutral: Text | None = Field(
         None,
         title="FILE",
-        description=f"general requests, one a line: the base becomes an expert for them; {OURS!r}: ours",
+        description=f"general requests, one a line: the base becomes an expert for them; {OURS!r}: ours (the default "
+        "of --into lora)",
     )
     always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
     calibration_examples: Count | None = Field(
@@ -113,6 +121,14 @@ class MixSettings(Settings):
                 "neutral: is for new mixtures of adapters; leave it out",
             ),
             (self.always and (self.models or self.add_to), "always: is for new mixtures of adapters; leave it out"),
+            (
+                self.into == "lora" and (not self.adapters or not self.data or self.add_to),
+                "into='lora': give adapters, and data with some rows for each; without add_to",
+            ),
+            (
+                self.into == "lora" and self.model_fields_set & _OF_MIXTURES,
+                f"{', '.join(sorted(self.model_fields_set & _OF_MIXTURES))}: of mixtures; leave out with into='lora'",
+            ),
             (
                 self.neutral and self.attention == "mean",
                 "neutral: with attention=mean, the mean of LoRAs on attention serves every token; use attention=route",

@@ -148,6 +148,23 @@ class Source:
             )
         ]
 
+    def merge_batches(self, rows: Dataset) -> list[dict[str, torch.Tensor]]:
+        """Batches of the rows and of general requests (`expert` n), for `regmean`."""
+        s = self.settings
+        texts = neutral_texts(s.neutral)[0]
+        if {"messages", "prompt"}.isdisjoint(rows.column_names):
+            general: list[dict[str, Any]] = [{"text": text} for text in texts]
+        else:  # in the chat template, as rows are
+            general = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+        parts = [rows, Dataset.from_list([{**row, "expert": len(self.labels)} for row in general])]
+        return [
+            batch
+            for part in parts
+            for batch in calibration_batches(
+                part, self.tokenizer, len(part), s.batch_size, s.max_length, s.seed, columns=["expert"]
+            )
+        ]
+
     def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
         """What each expert is for, as requests."""
         if self.settings.prompts is not None:

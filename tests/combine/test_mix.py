@@ -13,11 +13,12 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_expert
+from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_expert, regmean
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.inspect_settings import InspectSettings
+from moe_peft.cli import main
 from moe_peft.combine.held_out import Judge, score, verdict
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import RequestGate
@@ -844,3 +845,60 @@ def test_a_name_is_the_same_however_its_accents_are_written(folder, data, given,
         own |= {"labels": ["a", data]} if given == "labels" else {}
     mix(settings(case, output=str(tmp_path / "out"), **own))
     assert PeftConfig.from_pretrained(tmp_path / "out").expert_names == ["a", COMPOSED]
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_one_lora_out_of_several(chats, case, tmp_path, tokenizer, capsys):
+    """It is the merge of `regmean`, an ordinary LoRA of PEFT's, and measured beside what it was made of."""
+    made = rows()
+    if chats:
+        answer = [{"role": "assistant", "content": "w5"}]
+        made = [
+            {"prompt": [{"role": "user", "content": row["text"]}], "completion": answer, "domain": row["domain"]}
+            for row in made
+        ]
+        shutil.copytree(case / "base", tmp_path / "base")
+        own = AutoTokenizer.from_pretrained(tmp_path / "base")
+        own.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+        own.save_pretrained(tmp_path / "base")
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, made)))
+    base_folder = tmp_path / "base" if chats else case / "base"
+    main(["mix", "--into", "lora", "--adapters", *(str(case / name) for name in DOMAINS), "--base", str(base_folder),
+          "--data", str(tmp_path / "data.jsonl"), "--label-column", "domain", "--output", str(tmp_path / "one"),
+          "--test-examples", "4"])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "one LoRA (RegMean)" in printed and "Best: " in printed and "--max-lora-rank 16" in printed
+    config = PeftConfig.from_pretrained(tmp_path / "one")
+    assert config.peft_type == "LORA" and config.r == 12 and config.base_model_name_or_path == str(base_folder)
+    merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "one").eval()
+
+    settings_ = settings(case, output="x", data=[str(tmp_path / "data.jsonl")], test_examples=4)
+    source = Source(settings_, DOMAINS, AutoTokenizer.from_pretrained(base_folder))
+    calibration, held_out = source.split()
+    batches = source.merge_batches(calibration)
+    assert {int(i) for batch in batches for i in batch["expert"]} == {0, 1, 2, 3}
+    expected = regmean(base(case), [case / name for name in DOMAINS], batches).eval()
+    ids = torch.arange(3, 60)[None]
+    assert_near(merged(input_ids=ids).logits, expected(input_ids=ids).logits)
+    parts = source.parts(held_out)
+    losses = json.loads((tmp_path / "one" / "mix.json").read_text())["losses"]
+    for way, model in (("one LoRA (RegMean)", merged), ("b", plain(case, "b")), ("base", base(case))):
+        for label, answers_ in score(model.eval(), parts).items():
+            assert_near(losses[way][label], float(answers_.losses.sum() / answers_.counts.sum()))
+
+
+@pytest.mark.parametrize(
+    ("own", "field"),
+    [
+        ({"data": None, "label_column": None}, "into='lora'"),
+        ({"gates": "arrow"}, "gates"),
+        ({"attention": "mean"}, "attention"),
+        ({"top_k": 2}, "top_k"),
+        ({"always": "a"}, "always"),
+        ({"adapters": None, "models": ["a", "b"]}, "into='lora'"),
+        ({"add_to": "x", "adapters": ["a"]}, "into='lora'"),
+    ],
+)
+def test_what_has_no_meaning_for_one_lora_is_refused(own, field, case):
+    with pytest.raises(InputError, match=field):
+        settings(case, output="x", into="lora", **own)

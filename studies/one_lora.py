@@ -140,10 +140,15 @@ class OneLora(Requests):
         self.general = self.answered(neutral_requests(), "general")
 
     def answered(self, texts: list[str], domain: str) -> list[dict[str, Any]]:
-        """They are kept for the other workers, and for a study that continues."""
+        """In batches, and kept for the other workers and for a study that continues."""
         file = self.work / f"{domain}.json"
         if not file.exists():
-            rows = super().answered(texts, domain)
+            prompts = [[{"role": "user", "content": text}] for text in texts]
+            rows = []
+            for text, prompt, answer in zip(texts, prompts, greedy(self.base, self.tokenizer, prompts), strict=True):
+                ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+                made = self.tokenizer(answer)["input_ids"][:ANSWER]
+                rows.append({"text": text, "input_ids": [*ids, *made], "answer": len(made), "domain": domain})
             with atomic_write(file) as partial:
                 partial.write_text(json.dumps(rows))
         return json.loads(file.read_text())

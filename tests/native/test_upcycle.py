@@ -27,9 +27,8 @@ from moe_peft.native.expert_init import FFN, generator_for
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
 from moe_peft.native.folders import open_dense
 from moe_peft.native.moe_config import backbone_shapes, moe_config
-from moe_peft.native.safetensors_io import new_folder
 from moe_peft.native.upcycle import Upcycled
-from moe_peft.utils.io import parse_size
+from moe_peft.utils.io import new_folder, parse_size
 from tests.helpers.close import assert_near
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
 from tests.helpers.warm import start

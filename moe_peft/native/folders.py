@@ -202,7 +202,7 @@ def _find(path: str | os.PathLike, file: str) -> Path | None:
 
 
 def open_model(path: str | os.PathLike, field: str, revision: str | None = None) -> WholeModel:
-    config = read_config(path, f"{field}={os.fspath(path)!r}", revision)
+    config = WholeModel(path, field, revision).config
     counts = (getattr(config.get_text_config(), name, None) for name in EXPERT_COUNTS)
     becomes_moe = any(dense.model_type == config.model_type for family in FAMILIES.values() for dense in family.dense)
     has_experts = not becomes_moe and any(count is not None for count in counts)
@@ -401,7 +401,9 @@ class WholeModel(ModelFolder):
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        return read_config(self.path, self, self.revision)
+        config = read_config(self.path, self, self.revision)
+        check_causal(config, self)
+        return config
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -445,7 +447,6 @@ class WholeModel(ModelFolder):
         Nothing is initialized because it is missing, and the routers that replaced a MoE's gates are loaded, too. A
         quantized model is placed on this process's device, unless ZeRO-3 shards it.
         """
-        check_causal(self.config, self)
         has_routers = hasattr(self.config.get_text_config(), CONFIG_FIELD)
         if Path(self.path).is_dir():
             _refuse_adapter(self.path, self)

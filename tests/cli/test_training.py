@@ -765,16 +765,35 @@ def test_the_reference_of_a_native_moe_is_what_it_starts_from(case, tmp_path):
         assert first["rewards/margins"] == near(0, scale=first["logps/chosen"])
 
 
-@pytest.mark.parametrize("command", ["sft", "inspect", "chat"])
+@pytest.mark.parametrize("command", ["sft", "inspect", "chat", "eval", "mix", "upcycle", "pick"])
 def test_a_base_that_is_no_causal_language_model_is_called_so(command, case, tokenizer, tmp_path, capsys):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     T5ForConditionalGeneration(T5Config(vocab_size=128, **sizes)).save_pretrained(tmp_path / "t5")
     tokenizer.save_pretrained(tmp_path / "t5")
-    flags = {"sft": ["--model_name_or_path", "--output_dir"], "inspect": ["--model", "--output"], "chat": ["--model"]}
-    values = [[flag, str(tmp_path / name)] for flag, name in zip(flags[command], ("t5", "out"), strict=False)]
-    data = {"sft": ["--dataset_name", case["dataset_name"]], "inspect": ["--data", case["dataset_name"]], "chat": []}
+    model, out, data = str(tmp_path / "t5"), str(tmp_path / "out"), case["dataset_name"]
+    arguments = {
+        "sft": ["--model_name_or_path", model, "--output_dir", out, "--dataset_name", data],
+        "inspect": ["--model", model, "--output", out, "--data", data],
+        "chat": ["--model", model],
+        "eval": ["--model", model, "--output", out, "--tasks", "arc_easy"],
+        "mix": [
+            "--models",
+            case["model_name_or_path"],
+            model,
+            "--labels",
+            "a",
+            "b",
+            "--data",
+            data,
+            data,
+            "--output",
+            out,
+        ],
+        "upcycle": ["--model", model, "--output", out],
+        "pick": ["--fit", "--base", model, "--gate", out, "--data", data],
+    }
     with pytest.raises(SystemExit):
-        main([command, *(part for pair in values for part in pair), *data[command]])
+        main([command, *arguments[command]])
     assert "t5': is a 't5' model, which is no causal language model" in capsys.readouterr().err
 
 

@@ -9,8 +9,16 @@ import shutil
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlavaConfig,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    T5Config,
+)
 
+from moe_peft import RequestGate
 from moe_peft.native import export_adapter, folders, upcycle, verify_export
 from moe_peft.native.base import Base
 from moe_peft.native.export import check_verifiable
@@ -25,6 +33,7 @@ from moe_peft.native.folders import (
 )
 from moe_peft.pruning import prune_experts
 from moe_peft.utils import loading
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.native_case import IDS, adapter, dense_model, saved
 
@@ -58,6 +67,15 @@ def test_a_config_says_the_kind_and_nothing_else_is_read(name, world, tmp_path):
     other = LoraFolder if name == "dense" else DenseFolder
     with pytest.raises(ValueError, match=f"model=.*{name}': is .*; give {other.kind}"):
         open_folder(tmp_path / name, "model", other)
+
+
+@pytest.mark.parametrize("config", [LlavaConfig, Mistral3Config, Qwen2_5_VLConfig, Qwen3VLConfig, T5Config])
+def test_what_is_no_causal_language_model_is_refused_by_its_type(config, tmp_path):
+    """Also by `RequestGate.fit`, which loads a part of the base."""
+    config().save_pretrained(tmp_path)
+    for refused in (lambda: open_folder(tmp_path, "base"), lambda: RequestGate.fit(str(tmp_path), {"a": ["w3"]})):
+        with pytest.raises(InputError, match=f"base=.*{config.model_type!r} model.*causal language model"):
+            refused()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -2,8 +2,9 @@
 # make test   sets up and runs the tests (about eight minutes on two cores)
 # make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
-# make test-latest  sets up the newest versions of everything (7 GB, as torch's newest wheel brings CUDA), runs the tests
-#                   without the slow ones, and prints the versions for docs/index.md
+# make test-latest  sets up the newest versions of everything (7 GB, as torch's newest wheel brings CUDA), with the newest
+#                   Python of LATEST_PYTHON that is there, runs the tests without the slow ones, and prints the versions
+#                   for docs/index.md
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
@@ -18,6 +19,8 @@ DEMO ?= .venv-demo
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 LATEST ?= .venv-latest
+# The newest Python that pyproject.toml names, where it is installed.
+LATEST_PYTHON ?= $(shell python3.13 -c '' 2> /dev/null && echo python3.13 || echo $(PYTHON))
 VLLM ?= .venv-vllm
 
 .PHONY: setup demo test test-fast test-lowest test-latest test-engines test-vllm fuzz check format docs bench clean
@@ -59,7 +62,7 @@ test-lowest: $(LOWEST)/.ready
 
 # What is newest changes, so it is looked up each time.
 test-latest:
-	$(PYTHON) -m venv $(LATEST)
+	$(LATEST_PYTHON) -m venv $(LATEST)
 	$(LATEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n 2 --dist worksteal -m 'not slow' \
 		--ignore tests/training/test_engines.py --ignore tests/test_architecture.py --ignore tests/test_notebooks.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -79,6 +81,15 @@ def test_what_is_declared_is_imported():
     assert not declared(PROJECT["dependencies"], EXTRAS["train"], EXTRAS["eval"]).keys() - used
 
 
+def test_the_newest_python_that_is_named_is_tested():
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    newest = max(named, key=Version)
+    assert f"shell python{newest} " in (ROOT / "Makefile").read_text()
+    assert f'python-version: "{newest}"' in (ROOT / ".github/workflows/latest.yml").read_text()
+    (row,) = re.findall(r"^\| Python \|.*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert row.endswith(f", {newest} |")
+
+
 def test_lowest_versions_are_the_lower_bounds():
     """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
     requirements = declared(
@@ -88,7 +99,7 @@ def test_lowest_versions_are_the_lower_bounds():
     bounds = {
         name: next(s.version for s in requirement.specifier if s.operator == ">=")
         for name, requirement in requirements.items()
-        if name not in ("torch", "pydantic-core")  # pydantic sets the version of its core
+        if requirement.specifier and name != "torch"  # other packages set the versions of what has no bound
     }
     lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     pins = {canonicalize_name(r.name): r for r in map(Requirement, (x for x in lines if not x.startswith("#")))}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..upit.methods import METHODS
-from ..utils.validation import Flag, Settings, Text
+from ..utils.messages import InputError
+from ..utils.validation import Flag, Settings, Text, Texts
 from .settings import SettingsParser
 
 if TYPE_CHECKING:
@@ -24,10 +26,28 @@ example:
 class UpitSettings(Settings):
     """The settings of `moe-peft upit`; what it does is in the recipe."""
 
-    config: Text = Field(title="FILE", description="the recipe, a YAML file")
+    config: Text | None = Field(None, title="FILE", description="the recipe, a YAML file")
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
     dry_run: Flag = Field(False, description="print the plan and stop")
     redo: Flag = Field(False, description="redo finished stages that no longer fit the recipe")
+    compare: Texts | None = Field(
+        None, title="FOLDER", description="print a table of finished runs, of results of sft too, and stop"
+    )
+    output: Text | None = Field(None, title="FILE", description="a .csv or .json file for the table")
+
+    @model_validator(mode="after")
+    def _check(self) -> UpitSettings:
+        if self.compare is None:
+            if self.output is not None:
+                raise InputError(f"output={self.output!r}: goes with compare; a recipe has its output_dir")
+            if self.config is None:
+                raise InputError("--config: must be given, or --compare")
+        elif self.config is not None or self.set or self.dry_run or self.redo:
+            raise InputError(f"compare={self.compare}: runs nothing; leave out config, set, dry_run and redo")
+        path = Path(self.output or "table.csv")
+        if path.suffix not in (".csv", ".json") or path.is_dir() or not path.parent.is_dir():
+            raise InputError(f"output={self.output!r}: must be a .csv or .json file in a folder that exists")
+        return self
 
 
 def parser(prog: str) -> SettingsParser:
@@ -35,18 +55,28 @@ def parser(prog: str) -> SettingsParser:
     return SettingsParser(
         UpitSettings,
         prog,
-        description="Run a recipe: UpIT or one of its baselines.",
+        usage="%(prog)s (--config FILE | --compare FOLDER …) [options]",
+        description="Run a recipe, UpIT or one of its baselines; or compare runs.",
         epilog=f"methods (in the recipe, or --set method=NAME):\n{methods}\n{EXAMPLE}",
     )
 
 
 def run(settings: UpitSettings) -> None:
     # Only now: these imports take seconds.
+    if settings.compare is not None:
+        from ..upit.compare import compare, print_comparison, write_comparison
+
+        rows = compare(settings.compare)
+        print_comparison(rows)
+        if settings.output is not None:
+            write_comparison(rows, settings.output)
+        return
     from ..upit.pipeline import UpIT
     from ..upit.plan import print_plan
     from ..upit.recipe import load_recipe
     from ..utils.distributed import leave_processes, on_main_process
 
+    assert settings.config is not None
     pipeline = UpIT(load_recipe(settings.config, settings.set))
     if settings.dry_run:
         print_plan(pipeline)

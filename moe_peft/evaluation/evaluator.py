@@ -24,12 +24,11 @@ from ..utils.loading import check_template
 from ..utils.messages import InputError
 from ..utils.torch_contexts import free_memory
 from .harness import Harness
-from .results import Scores, as_table, read_scores
+from .results import RESULTS, Scores, as_table, read_scores
 from .settings import EvalSettings, TaskSettings
 
 logger = logging.getLogger("moe_peft")
 
-RESULTS = "results.json"
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
 
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+RESULTS = "results.json"  # of an evaluation, in its folder
+
 
 class Score(NamedTuple):
     """

@@ -18,7 +18,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
-from ..utils.distributed import on_main_process
+from ..utils.distributed import on_main_process, shape_of
 from ..utils.io import remove
 from ..utils.messages import InputError
 from .checkpointing import (
@@ -76,11 +76,13 @@ class Trained:
         history: the log, one record per logged step.
         checkpoints: those that were to stay, by step.
         result: a digest of the training and its last step, for the fingerprint of one that starts from its weights.
+        parameters: the number that it trains.
     """
 
     history: list[dict[str, Any]]
     checkpoints: dict[int, Path]
     result: str
+    parameters: int
 
     @property
     def last(self) -> Path:
@@ -88,10 +90,10 @@ class Trained:
         return self.checkpoints[max(self.checkpoints)]
 
     def metrics(self) -> dict[str, float]:
-        """The last record's losses, and the number of steps."""
+        """The last record's losses, and the numbers of steps and of trained parameters."""
         last = self.history[-1] if self.history else {}
         losses = {key: value for key, value in last.items() if isinstance(value, float)}
-        return {**losses, "steps": max(self.checkpoints)}
+        return {**losses, "steps": max(self.checkpoints), "trained_parameters": self.parameters}
 
 
 def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trained:
@@ -107,6 +109,7 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
         facts: what identifies the training, besides its fingerprint.
     """
     args, steps = trainer.args, total_steps(trainer)  # raises where rows fill no batch
+    parameters = sum(math.prod(shape_of(p)) for p in trainer.model.parameters() if p.requires_grad)
     kept: set[int] = set()
     if keep is not None:
         # Steps are counted now: the last one's checkpoint is the result, so it stays too.
@@ -137,7 +140,7 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
     found = on_main_process(lambda: numbered_checkpoints(Path(args.output_dir)))
     best = trainer.state.best_global_step if args.load_best_model_at_end else None
     result = digest([fingerprint.facts, trainer.state.global_step, best])
-    return Trained(history, {step: found[step] for step in sorted(kept)}, result)
+    return Trained(history, {step: found[step] for step in sorted(kept)}, result, parameters)
 
 
 class MarkComplete(TrainerCallback):

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from ..analysis.html import (
 )
 from ..analysis.recorder import RoutingStatistics, record_routing
 from ..models.layer import routed_layers
+from ..models.model_size import model_size
 from ..models.steering import allow_experts
 from ..routing.expert_map import in_order, label_text
 from ..routing.statistics import LoadHealth
@@ -178,7 +180,8 @@ class Evaluate(TrainerStage):
             self._write_page(measured, folder)
         shares = {domain: share.tolist() for domain, share in measured.shares.items()}
         health = None if self._labels_route else measured.health
-        return {"loss": measured.losses, "shares": shares, "load_warning": health.warning if health else ""}
+        warning = health.warning if health else ""
+        return {"loss": measured.losses, "shares": shares, "load_warning": warning, "size": asdict(model_size(model))}
 
     @property
     def _labels_route(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -212,7 +212,16 @@ class UpIT:
                     files = [Path(name) for record in before["stages"].values() for name in record["files"]]
                     published = {path.relative_to(path.parts[0]).as_posix() for path in files}
                     keep_own_files(self.result, partial, {*published, "README.md", _FIGURE})
-        write_json(self.root / MANIFEST, {**manifest, "result": _weights(self.result)})
+        manifest |= {"result": _weights(self.result), "seconds": self._seconds(before)}
+        write_json(self.root / MANIFEST, manifest)
+
+    def _seconds(self, before: Mapping[str, Any]) -> dict[str, float | None]:
+        """Return how long each stage took, here or in an earlier run; None for one that was stopped and resumed."""
+        seconds = {stage.name: stage.seconds for stage in self.stages}
+        for name, record in before.get("stages", {}).items():
+            if record == self.records.get(name) and seconds[name] is None:
+                seconds[name] = before["seconds"][name]
+        return seconds
 
 
 def _weights(folder: Path) -> dict[str, str]:

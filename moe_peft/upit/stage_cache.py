@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ class Stage(ABC):
     name: ClassVar[str]  # of its folder and of its section in the recipe
     seed_offset: ClassVar[int] = 0  # from the recipe's seed, where the section has none
     inputs: ClassVar[tuple[str, ...]] = ("model", "train", "experts", "chat_template")  # whose hashes identify it
+    seconds: float | None = None  # of this process, which has done it from its beginning to its end
 
     def __init__(self, context: RunContext, given: Artifacts) -> None:
         self.context, self.kind, self.recipe, self.given = context, context.kind, context.recipe, given
@@ -155,7 +157,7 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
     """
     fingerprint = stage.fingerprint()
     if not on_main_process(lambda: _is_done(stage, fingerprint, redo)):
-        on_main_process(lambda: _begin(stage, fingerprint, position))
+        start, resumes = time.monotonic(), on_main_process(lambda: _begin(stage, fingerprint, position))
         try:
             metrics = stage.run(stage.folder)
         except InputError:
@@ -164,6 +166,7 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
             raise
         PartialState().wait_for_everyone()
         on_main_process(lambda: _finish(stage, fingerprint, metrics))
+        stage.seconds = None if resumes else round(time.monotonic() - start, 1)
     on_main_process(lambda: _clear_state(stage))
     return on_main_process(lambda: read_record(stage.folder))
 
@@ -187,8 +190,8 @@ def _is_done(stage: Stage, fingerprint: Fingerprint, redo: bool) -> bool:
     return False
 
 
-def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> None:
-    """Make room for a stage's files. One that resumes keeps its state."""
+def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> bool:
+    """Make room for a stage's files. One that resumes keeps its state. Return whether it resumes."""
     note = stage.state / _RECORD
     facts = {**fingerprint.facts, "processes": PartialState().num_processes}
     begun = None
@@ -209,6 +212,7 @@ def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> None:
         stage.folder.rename(stage.state / _FORMER)
     remove(stage.folder)
     stage.folder.mkdir()
+    return begun == facts
 
 
 def _withdraw(stage: Stage) -> None:

@@ -211,7 +211,7 @@ class Router(nn.Module):
         weight_ND = self._folded()
         x_TD = torch.randn(32, self.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight_ND)
         with evaluating(self):
-            logits_TN, folded_TN = self.logits(x_TD), x_TD @ weight_ND.T
+            logits_TN, folded_TN = self._checked_logits(x_TD, None), x_TD @ weight_ND.T
             gates_TK = self.choose(logits_TN, k, normalize)[0]
         tolerance = 1e-6 * max(1.0, float(logits_TN.abs().max()))
         if not (torch.allclose(logits_TN, folded_TN, atol=tolerance) and torch.allclose(
@@ -227,7 +227,7 @@ class Router(nn.Module):
         """The folded weight. This version works for any router whose logits are linear in its input."""
         like = next(self.parameters(), torch.empty(()))
         unit_DD = torch.eye(self.hidden_size, dtype=torch.float64, device=like.device)
-        return self.logits(unit_DD).T.contiguous()
+        return self._checked_logits(unit_DD, None).T.contiguous()
 
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
         """Initialize from an attention's queries [m, d', d] and mean keys [n, c, d'] (if `takes_attention`)."""

@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, get_peft_model
+from peft import AutoPeftModelForCausalLM, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
+from moe_peft.adapter.experts import EXPERTS, LoraExperts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.native import export_adapter
 from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
@@ -432,11 +433,49 @@ class Half(LinearRouter):
         return super().logits(x_TD).bfloat16()
 
 
-@pytest.mark.parametrize("router", [Short, Long, Flat, Half])
+class Single(LinearRouter):
+    """Computes in float32, also where its input is float64."""
+
+    def logits(self, x_TD):
+        return x_TD.float() @ self.weight.T
+
+
+@pytest.mark.parametrize("router", [Short, Long, Flat, Half, Single])
 def test_a_router_of_a_users_own_with_other_logits_is_refused(router, monkeypatch):
+    """In training and, in float64, as it is folded."""
     monkeypatch.setitem(ROUTERS, "mine", router)
-    with pytest.raises(InputError, match=r"router_type='mine': its logits are .*, must be"):
-        make_router(16, 4, RouterSettings("mine"))(torch.randn(5, 16))
+    mine = make_router(16, 4, RouterSettings("mine"))
+    for use in [mine.fold] if router is Single else [mine.fold, lambda: mine(torch.randn(5, 16))]:
+        with pytest.raises(InputError, match=r"router_type='mine': its logits are .*, must be"):
+            use()
+
+
+class Frozen(LinearRouter):
+    """Asks for what the adapter does not do: it trains every parameter, and no buffer."""
+
+    def make(self):
+        super().make()
+        self.weight.requires_grad_(False)
+        self.register_buffer("fixed", torch.ones(2))
+
+
+class FrozenExperts(LoraExperts):
+    def reset(self, A_all, B_all):
+        super().reset(A_all, B_all)
+        for A_NRI in A_all.values():
+            A_NRI.requires_grad_(False)
+
+
+def test_every_parameter_of_an_adapter_is_trained(monkeypatch):
+    """As docs/extending.md says."""
+    monkeypatch.setitem(ROUTERS, "mine", Frozen)
+    monkeypatch.setitem(EXPERTS, "mine", FrozenExperts)
+    config = MoELoraConfig(num_experts=4, router_type="mine", expert_type="mine", task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config)
+    own = {name: p for name, p in model.named_parameters() if "moe_lora" in name}
+    assert all(p.requires_grad for p in own.values()) and len(own) == 2 * (2 * 3 + 1)
+    saved = get_peft_model_state_dict(model)
+    assert sum(name.endswith("router.fixed") for name in saved) == 2
 
 
 class ByToken(Router):

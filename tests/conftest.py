@@ -12,6 +12,10 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are not folders are not looked for
 
+# Servers and browsers of tests are on this machine, where a proxy of the environment does not reach them.
+_DIRECT = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+os.environ["no_proxy"] = f"127.0.0.1,localhost,{_DIRECT}"
+
 import pytest
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

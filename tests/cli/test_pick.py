@@ -11,10 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 from urllib.parse import unquote
 
 import httpx
@@ -24,11 +24,12 @@ import torch
 from moe_peft import RequestGate
 from moe_peft.cli import main
 from moe_peft.cli.pick import PickSettings, parser
-from moe_peft.serving.pick import HEADER, Proxy, find_engine
+from moe_peft.serving.pick import HEADER, Engine, Proxy, find_engine
 from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.gate_case import NEUTRAL, TEXTS, save_base
+from tests.helpers.waiting import LIMIT, until
 
 FOR = {**{name: of_name[0] for name, of_name in TEXTS.items()}, "base": NEUTRAL[0]}
 
@@ -44,11 +45,11 @@ def gate(tmp_path_factory):
 
 
 @contextmanager
-def proxied(gate, engine: FakeEngine, timeout: float = 60, max_body: int = 1 << 20, **names):
+def proxied(gate, engine: FakeEngine, timeout: float = LIMIT, max_body: int = 1 << 20, **names):
     with running(engine.app) as server:
         found = find_engine(server, gate.names, names, None, "auto", engine.key)
         app = Proxy(gate, found, "auto", timeout, max_body).app()
-        with running(app) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        with running(app) as url, httpx.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
             yield client
 
 
@@ -63,14 +64,6 @@ def engine():
 def client(gate, engine):
     with proxied(gate, engine) as client:
         yield client
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def chat(text: str, **more) -> dict:
@@ -139,7 +132,7 @@ def test_clients_at_once_get_their_own(client, engine):
 
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(ask, i) for i in range(8)]
-        until(lambda: len(engine.asked) == 8)
+        until(lambda: len(engine.asked) == 8, lambda: engine.asked)
         engine.go.set()
         for i, answer in enumerate(each.result() for each in waiting):
             assert answer.headers[HEADER] == names[i] and answer.json()["echo"]["number"] == i
@@ -147,21 +140,28 @@ def test_clients_at_once_get_their_own(client, engine):
 
 
 def test_those_that_wait_are_read_together(gate, engine, monkeypatch):
-    sizes, pick = [], gate.pick
+    """Six come while the first is read."""
+    names, sizes, pick, go = [*FOR, *FOR][:7], [], gate.pick, Event()
 
-    def slow(texts):
-        if not sizes:
-            until(lambda: len(proxy.picker.waiting) == 6)
+    def held(texts):
         sizes.append(len(texts))
+        until(go.is_set)
         return pick(texts)
 
-    monkeypatch.setattr(gate, "pick", slow)
+    def ask(name: str) -> str:
+        return httpx.post(f"{url}/v1/chat/completions", json=chat(FOR[name]), timeout=LIMIT).headers[HEADER]
+
+    monkeypatch.setattr(gate, "pick", held)
     with running(engine.app) as server:
-        proxy = Proxy(gate, find_engine(server, gate.names, {}, None, "auto"), "auto", 60, 1 << 20)
+        proxy = Proxy(gate, find_engine(server, gate.names, {}, None, "auto"), "auto", LIMIT, 1 << 20)
         with running(proxy.app()) as url, ThreadPoolExecutor(7) as pool:
-            bodies = [chat(FOR[name]) for name in [*FOR, *FOR][:7]]
-            answers = [*pool.map(lambda body: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60), bodies)]
-    assert sizes == [1, 6] and [answer.headers[HEADER] for answer in answers] == [*FOR, *FOR][:7]
+            answers = [pool.submit(ask, names[0])]
+            until(lambda: sizes or answers[0].done())
+            answers += [pool.submit(ask, name) for name in names[1:]]
+            until(lambda: len(proxy.picker.waiting) == 6, lambda: proxy.picker.waiting)
+            go.set()
+            assert [answer.result() for answer in answers] == names
+    assert sizes == [1, 6]
 
 
 def test_names_that_are_no_ascii_are_encoded_in_the_header(gate):
@@ -240,13 +240,13 @@ def test_a_client_that_leaves_ends_the_request(gate, engine, stream):
     with proxied(gate, engine) as client:
         address = (client.base_url.host, client.base_url.port)
         content = json.dumps(chat(FOR["math"], wait=True, stream=stream)).encode()
-        with socket.create_connection(address) as connection:
+        with socket.create_connection(address, LIMIT) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
             connection.sendall(head.encode() + content)
             if stream:
                 assert b"200" in connection.recv(100)
-            until(lambda: len(engine.asked) == 1)
-        assert engine.gone.wait(60)
+            until(lambda: engine.asked)
+        until(engine.gone.is_set)
         assert client.get("/health").status_code == 200  # and others are served
 
 
@@ -291,16 +291,19 @@ def test_large_bodies_are_refused(gate, engine):
         assert answer.status_code == 413 and "more than 1000 bytes" in answer.json()["error"]["message"]
 
 
-def test_an_engine_that_went_away_is_an_error_in_openais_form(gate, engine):
-    with running(engine.app) as server:
-        found = find_engine(server, gate.names, {}, None, "auto")
-    with running(Proxy(gate, found, "auto", 60, 1 << 20).app()) as url:
-        for answer in (httpx.post(f"{url}/v1/chat/completions", json=chat(FOR["math"])), httpx.get(f"{url}/v1/models")):
-            error = answer.json()["error"]
-            assert answer.status_code == error["code"] == 502 and error["type"] == "server_error"
-            assert "the server behind moe-peft pick does not answer" in error["message"]
-        health = httpx.get(f"{url}/health")
-        assert health.status_code == 503 and "ok" not in health.json()["server_status"]
+def test_an_engine_that_went_away_is_an_error_in_openais_form(gate):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nothing listens to the port, and no other process gets it
+        found = Engine(f"http://127.0.0.1:{silent.getsockname()[1]}", "base-model", {name: name for name in gate.names})
+        app = Proxy(gate, found, "auto", LIMIT, 1 << 20).app()
+        with running(app) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
+            answers = [client.post("/v1/chat/completions", json=chat(FOR["math"])), client.get("/v1/models")]
+            health = client.get("/health")
+    for answer in answers:
+        error = answer.json()["error"]
+        assert answer.status_code == error["code"] == 502 and error["type"] == "server_error"
+        assert "the server behind moe-peft pick does not answer" in error["message"]
+    assert health.status_code == 503 and "ok" not in health.json()["server_status"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error(client):
@@ -314,7 +317,7 @@ def test_an_engine_that_is_silent_is_an_error_too(gate, engine):
     with proxied(gate, engine, timeout=0.2) as client:
         answer = client.post("/v1/chat/completions", json=chat(FOR["math"], wait=True))
         assert answer.status_code == 504 and "in time" in answer.json()["error"]["message"]
-    assert engine.gone.wait(60)
+    until(lambda: engine.gone.is_set() or not engine.asked)  # unless there was no time to ask
 
 
 # --- the start -------------------------------------------------------------------------------------------------------
@@ -350,6 +353,14 @@ def test_the_engine_must_have_what_the_gate_names(gate):
             with pytest.raises(InputError, match=message) as error:
                 find(**options)
             assert "\n" not in str(error.value)
+
+
+def test_proxies_of_the_environment_are_not_asked(gate, engine, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with proxied(gate, engine) as client:
+        assert client.post("/v1/chat/completions", json=chat(FOR["math"])).headers[HEADER] == "math"
+        assert client.get("/health").json()["server_status"] == "ok"
 
 
 def ends(arguments: list[str], capsys) -> str:
@@ -391,10 +402,10 @@ def test_the_command_serves_until_it_is_stopped(gate):
             line = process.stdout.readline()
             url = line.split()[3]
             assert line.startswith("model 'auto' at http://127.0.0.1:") and url.endswith("/v1")
-            answer = httpx.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=60)
+            answer = httpx.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=LIMIT)
             assert answer.headers[HEADER] == "prose"
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in errors

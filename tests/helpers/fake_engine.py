@@ -12,9 +12,11 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from tests.helpers.waiting import LIMIT
 
 
 @contextmanager
@@ -22,13 +24,14 @@ def running(app: Any) -> Iterator[str]:
     """The address of an app that runs in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))  # clients that come before the app wait for it
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(LIMIT)
+        assert not thread.is_alive(), "the server does not stop"
 
 
 class FakeEngine:
@@ -74,6 +77,9 @@ class FakeEngine:
         try:
             body = json.loads(await self._note(request))
             name = body["model"]
+        except ClientDisconnect:  # its client left before the body was read
+            self.gone.set()
+            return Response()
         except (ValueError, KeyError, TypeError, RecursionError):
             return JSONResponse({"error": {"message": "no JSON with a model"}}, 400)
         if name not in self.models:

@@ -12,10 +12,6 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are not folders are not looked for
 
-# Servers and browsers of tests are on this machine, where a proxy of the environment does not reach them.
-_DIRECT = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
-os.environ["no_proxy"] = f"127.0.0.1,localhost,{_DIRECT}"
-
 import pytest
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -24,6 +20,10 @@ import tests.helpers.templates  # noqa: F401
 from tests.helpers import close
 from tests.helpers.models import tiny_llama
 from tests.helpers.words import word_tokenizer
+
+# Tests ask servers on this machine, which a proxy of the environment does not reach.
+_DIRECT = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+os.environ["no_proxy"] = f"127.0.0.1,localhost,{_DIRECT}"
 
 
 def pytest_runtest_setup() -> None:

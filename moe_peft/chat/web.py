@@ -263,6 +263,9 @@ def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int
         ValueError: the port is taken.
     """
     demo = blocks(page, title, about)
+    # Gradio asks the page once before it returns. A proxy of the environment does not reach this machine.
+    direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    os.environ["no_proxy"] = f"localhost,{host},{direct}"
     try:
         _, url, _ = demo.launch(**launch_settings(), server_name=host, server_port=port)
     except OSError as error:

@@ -25,7 +25,7 @@ from moe_peft.models.layer import router_parameters
 from moe_peft.native.folders import open_folder
 from moe_peft.utils.messages import InputError
 from moe_peft.utils.validation import validate
-from tests.helpers.chat_model import save_chat_model
+from tests.helpers.chat_model import save_chat_model, slow_down
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import COMMON, K, N
@@ -262,7 +262,8 @@ def test_characters_of_several_tokens_belong_to_the_last(folder, tokenizer, monk
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_an_answer_can_be_stopped(closes, folder, tokenizer):
+def test_an_answer_can_be_stopped(closes, folder, tokenizer, monkeypatch):
+    slow_down(monkeypatch.setattr)
     conversation = Conversation(load("qwen3_moe", folder), tokenizer, max_new_tokens=400)
     pieces = conversation.ask("hello")
     first = next(pieces)
@@ -275,6 +276,7 @@ def test_an_answer_can_be_stopped(closes, folder, tokenizer):
     answer = conversation.answers[0]
     assert answer.ending == "stopped" and shown == answer.text and shown.startswith(first)
     assert 0 < len(answer.tokens) < 400 and answer.routes.experts_LTK.shape[1] == len(answer.tokens)
+    monkeypatch.undo()
     list(conversation.ask("and then"))  # it goes on
     assert len(conversation.answers) == 2
 

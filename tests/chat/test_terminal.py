@@ -8,9 +8,8 @@ import os
 import re
 import select
 import shutil
-import subprocess
+import signal
 import sys
-import time
 
 import pytest
 import torch
@@ -23,8 +22,10 @@ from moe_peft.chat import Conversation
 from moe_peft.chat.terminal import COMMANDS
 from moe_peft.cli import main
 from moe_peft.models.layer import router_parameters
-from tests.helpers.chat_model import save_chat_model
+from tests.helpers.chat_model import save_chat_model, slow_down
 from tests.helpers.routed_models import COMMON
+from tests.helpers.waiting import LIMIT, until
+from tests.helpers.warm import start
 
 NAMES = ["law", "math", "code", "prose"]
 
@@ -210,54 +211,56 @@ def test_a_base_in_4_bits_is_chatted_with(talk):
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(models):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "moe_peft", "chat", "--model", str(models / "mixture")]
-    environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": os.getcwd()}
-    process = subprocess.Popen(
-        [*command, "--max-new-tokens", "2000"], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment,
-        start_new_session=True, preexec_fn=_takes_terminal,
-    )  # fmt: skip
-    os.close(theirs)
+    process = start(_chat, os.ttyname(theirs), "--model", str(models / "mixture"), "--max-new-tokens", "2000")
     printed = b""
 
-    def until(text: bytes, key: bytes = b"") -> None:
-        """Read until a text is printed. A key is pressed, again if nothing happens: the prompt may not read yet."""
+    def reads(pattern: bytes, key: bytes = b"") -> None:
+        """Read until a pattern is printed. Press a key, again if nothing happens: the prompt may not read yet."""
         nonlocal printed
-        ends = time.monotonic() + 120
+
+        def found() -> re.Match[bytes] | None:
+            nonlocal printed
+            assert process.is_alive(), printed
+            if (match := re.search(pattern, printed, re.DOTALL)) is None:
+                if select.select([ours], [], [], 30)[0]:
+                    printed += os.read(ours, 4096)
+                else:
+                    os.write(ours, key)
+            return match
+
         os.write(ours, key)
-        while text not in printed and time.monotonic() < ends:
-            if select.select([ours], [], [], 5)[0]:
-                printed += os.read(ours, 4096)
-            else:
-                os.write(ours, key)
-        assert text in printed, printed
-        printed = printed.partition(text)[2]
+        match = until(found, lambda: printed)
+        printed = printed[match.end() :]
 
     try:
-        until(b"> ")
+        reads(rb"> ")
         os.write(ours, b"hello\n")
-        until(b"hello\r\n")
-        while len(printed) < 3:  # the answer has begun
-            printed += os.read(ours, 64)
+        reads(rb"hello\r\n...")  # the answer has begun
         os.write(ours, b"\x03")
-        until(b"stopped")
-        until(b"> ")
-        until(b"/quit leaves", key=b"\x03")
-        until(b"> ")
+        reads(rb"stopped")
+        reads(rb"> ")
+        reads(rb"/quit leaves", key=b"\x03")
+        reads(rb"> ")
         os.write(ours, b"/why\n")
-        until(b"the most decisive of 2")
-        until(b"> ")
+        reads(rb"the most decisive of 2")
+        reads(rb"> ")
         os.write(ours, b"\x04")
-        assert process.wait(60) == 0
+        process.join(LIMIT)
+        assert process.exitcode == 0
     finally:
         process.kill()
-        process.wait()
         os.close(ours)
+        os.close(theirs)
 
 
-def _takes_terminal() -> None:
-    import fcntl
-    import signal
-    import termios
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a job in a shell's background ignores
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+def _chat(terminal: str, *flags: str) -> None:
+    """`moe-peft chat` in a session that begins in a terminal."""
+    os.setsid()
+    tty = os.open(terminal, os.O_RDWR)
+    os.dup2(tty, 0)
+    os.dup2(tty, 1)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    os.environ["TERM"] = "dumb"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
+    slow_down()
+    main(["chat", *flags])

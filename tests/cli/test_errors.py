@@ -34,6 +34,7 @@ from moe_peft.utils.io import reading
 from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes, without_paths
+from tests.helpers.waiting import LIMIT
 from tests.helpers.warm import run_module
 
 pytestmark = pytest.mark.slow
@@ -237,7 +238,7 @@ def test_one_run_per_folder(case, finished):
 
 def test_what_the_first_process_refuses_ends_the_others(case, tmp_path):
     """It alone looks at the folder that it writes; they would wait for it."""
-    sft = {**case[0]["sft"], "ddp_timeout": 30}
+    sft = {**case[0]["sft"], "ddp_timeout": LIMIT}
     (tmp_path / "held").mkdir()
     (tmp_path / "other" / "prepare").mkdir(parents=True)
     (tmp_path / "other" / "prepare" / "mine.txt").write_text("mine")
@@ -245,7 +246,7 @@ def test_what_the_first_process_refuses_ends_the_others(case, tmp_path):
     training |= {"model_name_or_path": case[0]["model"]["name_or_path"], "dataset_name": case[0]["data"]["train"]}
     with FileLock(tmp_path / "held" / ".lock"):
         run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "held")}, tmp_path, code=2)
-        training |= {"output_dir": str(tmp_path / "held"), "use_cpu": True, "ddp_timeout": 30}
+        training |= {"output_dir": str(tmp_path / "held"), "use_cpu": True, "ddp_timeout": LIMIT}
         run_as_two_processes(training, tmp_path, "sft", code=2)
     run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "other")}, tmp_path, code=2)
     assert [path.name for path in (tmp_path / "other").rglob("*")] == ["prepare", "mine.txt"]

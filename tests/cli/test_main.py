@@ -26,6 +26,7 @@ from moe_peft.utils.compat import TESTED
 from moe_peft.utils.messages import InputError
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.models import tiny_llama
+from tests.helpers.waiting import LIMIT
 
 LIGHT = """
 import os, sys
@@ -362,10 +363,10 @@ def test_the_first_process_does_not_wait_for_the_others(tmp_path, launched):
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "adapter")
     rows.write_text('{"text": "one two three"}\n' * 4)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    environment = {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", **launched}
+    environment = {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **launched}
     command = [sys.executable, "-m", "moe_peft", "inspect", "--model", tmp_path / "adapter", "--data", rows]
     command += ["--output", tmp_path / "report"]
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=300, text=True)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=LIMIT, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report/routing.json").is_file()
 

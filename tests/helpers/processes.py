@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ def in_processes(function: Callable[..., None], folder: Path, *args: Any, code: 
     """Call `function(rank, folder, *args)` in `WORLD` processes that have met; each must end with the exit code."""
     (folder / "meeting").unlink(missing_ok=True)
     processes = [start(_enter, rank, function, folder, args) for rank in range(WORLD)]
-    for process in processes:
-        process.join(300)
-    codes = [process.exitcode for process in processes]
+    # One that fails leaves the others waiting for it. They are given the time that gloo gives them.
+    while None in (codes := {process.exitcode for process in processes}) <= {None, code}:
+        wait([process.sentinel for process in processes if process.exitcode is None])
     for process in processes:
         process.kill()
-    assert codes == [code] * WORLD
+    assert codes == {code}
 
 
 def _enter(rank: int, function: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 from tests.helpers.models import tiny_llama
 from tests.helpers.processes import in_processes
-from tests.helpers.warm import start
+from tests.helpers.warm import kill_at, start
 
 DOMAINS = ("a", "b", "c")
 
@@ -147,7 +145,7 @@ def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) ->
     _count_steps()
     if kill is not None:
         owner, name = _points()[kill[0]]
-        _kill_at(owner, name, kill[1])
+        kill_at(owner, name, kill[1])
     UpIT(recipe_from_dict(settings)).run(redo=True)
 
 
@@ -188,17 +186,3 @@ def _count_steps() -> None:
         return original(*args, **kwargs)
 
     Trainer.training_step = counting
-
-
-def _kill_at(owner: Any, name: str, n: int) -> None:
-    original: Callable = getattr(owner, name)
-    calls = 0
-
-    def killing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == n:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, killing)

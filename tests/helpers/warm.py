@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,21 @@ def _run_module(
     if before is not None:
         before()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def kill_at(owner: Any, name: str, n: int) -> None:
+    """Have this process send itself SIGKILL just before the n-th call of a function."""
+    original: Callable = getattr(owner, name)
+    calls = 0
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, killing)
 
 
 # --- for shell scripts ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import re
 import resource
 import shutil
 import signal
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,12 @@ from moe_peft.native.expert_init import FFN, generator_for
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
 from moe_peft.native.folders import open_dense
 from moe_peft.native.moe_config import backbone_shapes, moe_config
+from moe_peft.native.safetensors_io import ShardedWriter
 from moe_peft.native.upcycle import Upcycled
 from moe_peft.utils.io import new_folder, parse_size
 from tests.helpers.close import assert_near
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
-from tests.helpers.warm import start
+from tests.helpers.warm import kill_at, run_module
 
 
 @pytest.fixture(scope="module")
@@ -318,17 +319,13 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_complete(tmp
     """SIGKILL while layers are written."""
     saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4), tmp_path / "dense")
     command = ["upcycle", "--model", str(tmp_path / "dense"), "--output", str(tmp_path / "moe"), "--init", "drop"]
-    process = start(main, command)
-    partial = tmp_path / ".moe.partial"
-    while not (partial / "model.safetensors").exists() or (partial / "model.safetensors").stat().st_size < 10**6:
-        assert process.is_alive(), "it ended before it could be killed"
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert {path.name for path in (tmp_path / "moe").iterdir()} <= {".lock"} and not (partial / "config.json").exists()
+    killed = run_module("moe_peft", *command, before=partial(kill_at, ShardedWriter, "write", 50))
+    assert killed.returncode == -signal.SIGKILL
+    (begun,) = tmp_path.glob(".moe*")
+    assert (begun / "model.safetensors").stat().st_size > 10**6 and not (begun / "config.json").exists()
+    assert {path.name for path in (tmp_path / "moe").iterdir()} <= {".lock"}
     main(command)
-    assert not partial.exists()
+    assert not begun.exists()
     expected = upcycle(tmp_path / "dense", tmp_path / "other", UpcycleConfig(init="drop"))
     assert (tmp_path / "moe/model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
 

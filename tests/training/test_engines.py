@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from compatibility import engines as table
+from tests.helpers.ports import held_port
 
 pytestmark = pytest.mark.slow
 
@@ -68,13 +68,10 @@ def test_routers_in_the_place_of_gates(tmp_path):
 def test_two_launchers_do_what_one_process_does(alone, tmp_path):
     """Each with one process, as on two machines that share a file system."""
     table.prepare(tmp_path)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     flags = ["--config_file", str(table.LAUNCH_FILES / "multi_node.yaml"), "--main_process_ip", "127.0.0.1"]
-    flags += ["--main_process_port", str(port), "--machine_rank"]
     kinds = ["output", "upit-lora"]
-    with ThreadPoolExecutor(2) as machines:
+    with held_port() as port, ThreadPoolExecutor(2) as machines:
+        flags += ["--main_process_port", str(port), "--machine_rank"]
         ends = list(machines.map(lambda rank: table.launch("FSDP2", kinds, tmp_path, flags=[*flags, rank]), "01"))
     assert [end.returncode for end in ends] == [0, 0], [end.stderr[-2000:] for end in ends]
     assert {kind: table.compare(kind, tmp_path, alone) for kind in kinds} == dict.fromkeys(kinds, WHOLE)

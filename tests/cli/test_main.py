@@ -27,6 +27,7 @@ from moe_peft.utils.messages import InputError
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.waiting import LIMIT
+from tests.helpers.warm import run_module, start
 
 LIGHT = """
 import os, sys
@@ -334,12 +335,14 @@ def test_results_are_printed_in_any_encoding(tmp_path):
     base = tiny_llama()
     base.save_pretrained(tmp_path / "base")
     upcycle(tmp_path / "base", moe, UpcycleConfig(num_experts=3))
-    command = [sys.executable, "-m", "moe_peft", "prune", "--model", moe, "--drop", "[2]", "--output", tmp_path / "out"]
-    done = subprocess.run(
-        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    )
+    arguments = ["prune", "--model", moe, "--drop", "[2]", "--output", tmp_path / "out"]
+    done = run_module("moe_peft", *arguments, before=_print_ascii)
     assert done.returncode == 0, done.stderr
-    assert b"3 ? 2" in done.stdout
+    assert "3 ? 2" in done.stdout
+
+
+def _print_ascii() -> None:
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
 
 
 @pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if command.once])
@@ -363,12 +366,18 @@ def test_the_first_process_does_not_wait_for_the_others(tmp_path, launched):
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "adapter")
     rows.write_text('{"text": "one two three"}\n' * 4)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    environment = {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **launched}
-    command = [sys.executable, "-m", "moe_peft", "inspect", "--model", tmp_path / "adapter", "--data", rows]
-    command += ["--output", tmp_path / "report"]
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=LIMIT, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "report/routing.json").is_file()
+    environment = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **launched}
+    paths = {"--model": tmp_path / "adapter", "--data": rows, "--output": tmp_path / "report"}
+    process = start(_with, environment, ["inspect", *(str(part) for item in paths.items() for part in item)])
+    process.join(LIMIT)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 0 and (tmp_path / "report/routing.json").is_file()
+
+
+def _with(environment: dict[str, str], arguments: list[str]) -> None:
+    os.environ.update(environment)
+    main(arguments)
 
 
 COMMAND = """

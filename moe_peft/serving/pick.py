@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -101,10 +101,10 @@ def find_engine(
     url = url.rstrip("/").removesuffix("/v1")
     source = f"server={url!r}"
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=_authorization(key), timeout=30, trust_env=False)
+        answer = httpx2.get(f"{url}/v1/models", headers=_authorization(key), timeout=30, trust_env=False)
         listed = {str(model["id"]): model for model in answer.raise_for_status().json()["data"]}
         models = {name: model.get("parent") for name, model in listed.items()}
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise InputError(f"{source}: {one_line(error)}; start it first, e.g. vllm serve BASE --enable-lora") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{source}: /v1/models is not a list of models, as OpenAI's API has it") from error
@@ -146,8 +146,8 @@ class Proxy:
         self.picker, self.engine, self.served, self.max_body = Picker(gate), engine, served, max_body
         self.picked = Counter(dict.fromkeys((*engine.names, BASE), 0))
         # Kept connections end before the engine would end them, and nothing goes by way of a proxy in the environment.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
-        self.client = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(timeout, connect=10), trust_env=False)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
+        self.client = httpx2.AsyncClient(limits=limits, timeout=httpx2.Timeout(timeout, connect=10), trust_env=False)
         self.client.headers.clear()
 
     def app(self) -> Starlette:
@@ -159,7 +159,7 @@ class Proxy:
             Route("/{path:path}", self.pass_on, methods=methods),
         ]
         handlers: Any = {
-            httpx.TimeoutException: _no_time, httpx.HTTPError: _no_answer, _Refused: _refuse, Gone: _gone,
+            httpx2.TimeoutException: _no_time, httpx2.HTTPError: _no_answer, _Refused: _refuse, Gone: _gone,
             Exception: _bug,
         }  # fmt: skip
 
@@ -205,7 +205,7 @@ class Proxy:
         try:
             answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_authorization(self.engine.key))
             state = "ok" if answer.status_code == 200 else f"status {answer.status_code}"
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             state = _line(error)
         about = {
             "status": "ok", "server": self.engine.url, "server_status": state, "model": self.served,
@@ -228,7 +228,7 @@ class Proxy:
 
     async def forward(self, request: Request, content: bytes, more: Mapping[str, str] | None = None) -> Response:
         """The engine's answer, piece by piece as it comes. When the client goes, the engine's connection is closed."""
-        url = httpx.URL(self.engine.url)
+        url = httpx2.URL(self.engine.url)
         path = request.scope["raw_path"] + (b"?" + request.scope["query_string"]).rstrip(b"?")
         url = url.copy_with(raw_path=url.raw_path.rstrip(b"/") + path)
         headers = _passed(request.headers.items())
@@ -256,12 +256,12 @@ async def _gone_from(request: Request) -> None:
         pass
 
 
-async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _pieces(answer: httpx2.Response) -> AsyncIterator[bytes]:
     """An answer's bytes; where a stream of events breaks off, its last event is an error."""
     try:
         async for piece in answer.aiter_raw():
             yield piece
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         if not answer.headers.get("content-type", "").startswith("text/event-stream"):
             raise
         yield b"\n\ndata: " + _error(f"the server behind moe-peft pick broke off ({_line(error)})", 502).body + b"\n\n"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from threading import Event
 from urllib.parse import unquote
 
-import httpx
+import httpx2
 import pytest
 import torch
 
@@ -49,7 +49,7 @@ def proxied(gate, engine: FakeEngine, timeout: float = LIMIT, max_body: int = 1 
     with running(engine.app) as server:
         found = find_engine(server, gate.names, names, None, "auto", engine.key)
         app = Proxy(gate, found, "auto", timeout, max_body).app()
-        with running(app) as url, httpx.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
+        with running(app) as url, httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
             yield client
 
 
@@ -149,7 +149,7 @@ def test_those_that_wait_are_read_together(gate, engine, monkeypatch):
         return pick(texts)
 
     def ask(name: str) -> str:
-        return httpx.post(f"{url}/v1/chat/completions", json=chat(FOR[name]), timeout=LIMIT).headers[HEADER]
+        return httpx2.post(f"{url}/v1/chat/completions", json=chat(FOR[name]), timeout=LIMIT).headers[HEADER]
 
     monkeypatch.setattr(gate, "pick", held)
     with running(engine.app) as server:
@@ -209,7 +209,7 @@ def test_other_routes_pass_through(client, engine, asked):
     assert (answer.status_code, answer.headers["x-other"]) == (202, "1")
     assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
     assert answer.content == (b"<\x00x>" if method == "POST" else b"<>") and engine.asked[0][:2] == (method, path)
-    assert "accept-encoding" in engine.asked[0][3] and "python-httpx" in engine.asked[0][3]["user-agent"]
+    assert "accept-encoding" in engine.asked[0][3] and "python-httpx2" in engine.asked[0][3]["user-agent"]
 
 
 def test_models_are_listed_after_ours(gate):
@@ -296,7 +296,7 @@ def test_an_engine_that_went_away_is_an_error_in_openais_form(gate):
         silent.bind(("127.0.0.1", 0))  # nothing listens to the port, and no other process gets it
         found = Engine(f"http://127.0.0.1:{silent.getsockname()[1]}", "base-model", {name: name for name in gate.names})
         app = Proxy(gate, found, "auto", LIMIT, 1 << 20).app()
-        with running(app) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
+        with running(app) as url, httpx2.Client(base_url=url, timeout=LIMIT) as client:
             answers = [client.post("/v1/chat/completions", json=chat(FOR["math"])), client.get("/v1/models")]
             health = client.get("/health")
     for answer in answers:
@@ -402,7 +402,7 @@ def test_the_command_serves_until_it_is_stopped(gate):
             line = process.stdout.readline()
             url = line.split()[3]
             assert line.startswith("model 'auto' at http://127.0.0.1:") and url.endswith("/v1")
-            answer = httpx.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=LIMIT)
+            answer = httpx2.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=LIMIT)
             assert answer.headers[HEADER] == "prose"
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=LIMIT)

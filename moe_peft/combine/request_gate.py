@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -359,7 +360,8 @@ class RequestGate:
         shape, every = (len(gate.modules), text_config(model).hidden_size), [*vectors.values(), *gone.values()]
         if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in every):
             raise InputError(
-                f"{path}: is not of this base, which has {shape[1]} features in {shape[0]} layers that decide"
+                f"{path}: was made with the base {about['base']!r}; {named!r} is another one, with {shape[1]} features in "
+                f"{shape[0]} layers that decide"
             )
         return gate
 
@@ -385,8 +387,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str
             "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
             "margin": float(read["margin"]),
         }  # fmt: skip
-    whole = names and all(value.dim() and len(value) for value in tensors)
-    if not (whole and about["penalty"] > 0 and about["max_length"] > 0):
+    whole = names and all(value.dim() and len(value) for value in tensors) and len({*names, *gone}) == len(tensors)
+    finite = math.isfinite(about["penalty"]) and math.isfinite(about["margin"]) and isinstance(read["chat"], bool)
+    if not (whole and finite and about["penalty"] > 0 and about["max_length"] > 0):
         raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
     return about, dict(zip(names, tensors, strict=False)), dict(zip(gone, tensors[len(names) :], strict=True))
 

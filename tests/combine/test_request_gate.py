@@ -425,6 +425,11 @@ BAD = {
     "no penalty": (changed(penalty=...), "cannot be read: KeyError: 'penalty'"),
     "penalty of 0": (changed(penalty=0), "settings that cannot be"),
     "penalty NaN": (changed(penalty=float("nan")), "settings that cannot be"),
+    "penalty inf": (changed(penalty=float("inf")), "settings that cannot be"),
+    "margin NaN": (changed(margin=float("nan")), "settings that cannot be"),
+    "margin inf": (changed(margin=float("inf")), "settings that cannot be"),
+    "a name twice": (changed(names=["math", "math", "prose", "base"]), "settings that cannot be"),
+    "chat a text": (changed(chat="false"), "settings that cannot be"),
     "length a text": (changed(max_length="long"), "cannot be read: invalid literal"),
     "length of 0": (changed(max_length=0), "settings that cannot be"),
     "base gone": (changed(base="nowhere"), "base='nowhere'"),
@@ -444,10 +449,10 @@ def test_damaged_and_foreign_files_end_with_one_line(gate, tmp_path, case):
 @pytest.mark.parametrize(
     ("vectors", "message"),
     [
-        (torch.full((3, 2, 64), torch.nan), "is not of this base"),
-        (torch.zeros(3, 2, 32), "is not of this base, which has 64 features in 2 layers that decide"),
-        (torch.zeros(3, 3, 64), "is not of this base"),
-        (torch.zeros(64), "is not of this base"),
+        (torch.full((3, 2, 64), torch.nan), "was made with the base"),
+        (torch.zeros(3, 2, 32), "with 64 features in 2 layers that decide"),
+        (torch.zeros(3, 3, 64), "was made with the base"),
+        (torch.zeros(64), "was made with the base"),
         (torch.zeros(0, 2, 64), "has no texts"),
     ],
 )

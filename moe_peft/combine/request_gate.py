@@ -360,8 +360,8 @@ class RequestGate:
         shape, every = (len(gate.modules), text_config(model).hidden_size), [*vectors.values(), *gone.values()]
         if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in every):
             raise InputError(
-                f"{path}: was made with the base {about['base']!r}; {named!r} is another one, with {shape[1]} features in "
-                f"{shape[0]} layers that decide"
+                f"{path}: was made with the base {about['base']!r}; {named!r} is another one, with {shape[1]} features "
+                f"in {shape[0]} layers that decide"
             )
         return gate
 

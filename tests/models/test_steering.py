@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -115,7 +116,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda value: re.sub(" at 0x[0-9a-f]*", "", repr(value)))
 @pytest.mark.parametrize("steer", [force_experts, allow_experts, weigh_experts, serve_alone], ids=lambda f: f.__name__)
 def test_what_is_no_expert_and_no_factor_is_one_line(steer, wrong, model):
     """It is not rounded to an expert, and no NaN gets into the logits."""

@@ -1,8 +1,8 @@
 """
-What a checkpoint says about itself: whether it is complete, and which training wrote it.
+Identity and completeness of checkpoints.
 
-A checkpoint is complete when the file `complete.json` in it says so, which has the sizes and hashes of the other files
-and the fingerprint of the training. Without it, a checkpoint is ignored.
+A checkpoint is complete if it has a file `complete.json`, which holds the sizes and hashes of the other files and the
+fingerprint of the training. Checkpoints without it are ignored.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger("moe_peft")
 
 # --- fingerprint -----------------------------------------------------------------------------------------------------
 
-# Training arguments that do not change what is trained: what is shown, logged, evaluated and saved on the way, and how
-# rows are loaded. All others count.
+# Training arguments that do not change the trained weights: display, logging, evaluation, saving and the loading of
+# rows. All other arguments are part of the fingerprint.
 INCIDENTAL = {
     "output_dir", "resume_from_checkpoint", "report_to", "run_name", "project", "trackio_space_id",
     "trackio_bucket_id", "trackio_static_space_id", "disable_tqdm", "debug", "log_level", "log_level_replica",
@@ -57,10 +57,10 @@ _LENGTH = {"num_train_epochs", "max_steps"}  # may grow when a training resumes
 @dataclass(frozen=True)
 class Fingerprint:
     """
-    What identifies a training.
+    Identifies a training.
 
     Args:
-        facts: by name, as JSON has them.
+        facts: name → value, as JSON.
     """
 
     facts: Mapping[str, Any]
@@ -68,10 +68,11 @@ class Fingerprint:
     @classmethod
     def of(cls, trainer: Any, **more: Any) -> Fingerprint:
         """
-        Of a trainer: its arguments (but for `INCIDENTAL` ones and its length), processes, adapter, data and base.
+        Return the fingerprint of a trainer: its arguments (without `INCIDENTAL` ones and its length), processes,
+        adapter, data and base model.
 
         Args:
-            more: what else identifies it.
+            more: further facts by name.
         """
         args, model, data = trainer.args, trainer.model, trainer.train_dataset
         names = {f.name for f in fields(args) if f.init} - INCIDENTAL - _LENGTH
@@ -90,7 +91,7 @@ class Fingerprint:
         return cls(json.loads(json.dumps(facts, default=str)))
 
     def difference(self, other: Fingerprint) -> str | None:
-        """The first fact that differs, with its value here and in the other one; None if all are the same."""
+        """Return the first fact that differs from `other`, with both values. None if all are the same."""
         for name in {**self.facts, **other.facts}:
             here, there = self.facts.get(name), other.facts.get(name)
             if here != there:
@@ -106,8 +107,10 @@ def _adapter_facts(config: PeftConfig) -> dict[str, Any]:
 
 def base_values(model: nn.Module) -> list[float]:
     """
-    Some values of each parameter that adapters leave unchanged; none for a model without adapters, or where a process
-    may not have them. New values of adapters may differ in each run.
+    Return the first four values of each base parameter, as numbers that identify the base model.
+
+    Parameters of adapters are left out: their initial values may differ between runs. The list is empty for a model
+    without adapters, and where only the first process reads the weights (`FSDP_CPU_RAM_EFFICIENT_LOADING`).
     """
     prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
     if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
@@ -121,7 +124,7 @@ def base_values(model: nn.Module) -> list[float]:
 def _digest_rows(data: Dataset) -> str:
     hashed = hashlib.sha256()
     for rows in data.with_format("arrow").iter(1000):
-        table = rows.replace_schema_metadata().combine_chunks()  # the same bytes for any chunks on disk
+        table = rows.replace_schema_metadata().combine_chunks()  # same bytes for any chunks on disk
         hashed.update(str(table.schema).encode())
         for batch in table.to_batches():
             hashed.update(batch.serialize())
@@ -135,12 +138,12 @@ def digest(value: Any) -> str:
 # --- complete checkpoints --------------------------------------------------------------------------------------------
 
 MARKER = "complete.json"
-_LARGE = 2**30  # bytes; larger files are not hashed, as all processes would wait for that at each save
+_LARGE = 2**30  # bytes; larger files are not hashed: all processes would wait for it at each save
 
 
 def mark_complete(checkpoint: Path, fingerprint: Fingerprint, editable: Collection[str] = ()) -> None:
     """
-    Mark a checkpoint as complete as it is now, and as its training's.
+    Mark a checkpoint as complete in its present state, with the fingerprint of its training.
 
     Args:
         editable: names of files that may change afterwards.
@@ -156,7 +159,7 @@ def _hash(path: Path) -> str | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether all files of a checkpoint are there, as they were when it was marked."""
+    """Return whether all files of a checkpoint exist, unchanged since it was marked."""
     files = _marker(checkpoint).get("files")
     if not isinstance(files, dict):
         return False
@@ -172,23 +175,25 @@ def _marker(checkpoint: Path) -> dict[str, Any]:
 
 
 def fingerprint_of(checkpoint: Path) -> Fingerprint:
-    """The fingerprint of the training that wrote a complete checkpoint."""
+    """Return the fingerprint of the training that wrote a complete checkpoint."""
     return Fingerprint(_marker(checkpoint)["fingerprint"])
 
 
 def has_optimizer(checkpoint: Path) -> bool:
-    """Whether a checkpoint has an optimizer's state, without which a resumed training would be a different one."""
+    """
+    Return whether a checkpoint has the optimizer's state. Without it, a resumed training would be a different training.
+    """
     return any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
 
 
 def numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    """A trainer's checkpoints by step, complete or not."""
+    """Return a trainer's checkpoints by step, complete or not."""
     named = ((re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in folder.glob("*"))
     return dict(sorted((int(name[1]), path) for name, path in named if name and path.is_dir()))
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint in a folder."""
+    """Return the last complete checkpoint in a folder, or None."""
     for checkpoint in reversed(numbered_checkpoints(folder).values()):
         if is_complete(checkpoint):
             return checkpoint
@@ -197,7 +202,9 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def without_optimizer(checkpoint: Path) -> None:
-    """Remove the optimizer's state from a complete checkpoint: most of it, and only needed to resume from there."""
+    """
+    Remove the optimizer's state from a complete checkpoint. It is most of the checkpoint, and only resuming needs it.
+    """
     marker = _marker(checkpoint)
     if "optimizer.pt" in marker.get("files", {}):
         del marker["files"]["optimizer.pt"]
@@ -205,7 +212,7 @@ def without_optimizer(checkpoint: Path) -> None:
         (checkpoint / "optimizer.pt").unlink()
 
 
-# What only training needs.
+# Files that only training needs.
 _NOT_MODEL = (
     MARKER, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
     "pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py",
@@ -214,8 +221,9 @@ _NOT_MODEL = (
 
 def copy_result(checkpoint: Path, folder: Path, adapter_name: str = "default") -> None:
     """
-    The weights, tokenizer and model card of a checkpoint, without what only its training needed. An adapter leaves the
-    subfolder that PEFT makes for adapters not named "default".
+    Copy a checkpoint's weights, tokenizer and model card to `folder`, without its training state.
+
+    PEFT saves an adapter not named "default" in a subfolder. Its files are copied to `folder` itself.
     """
     named = checkpoint / adapter_name
     sources = [checkpoint, named] if (named / ADAPTER_CONFIG).is_file() else [checkpoint]

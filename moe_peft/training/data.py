@@ -1,4 +1,4 @@
-"""Datasets: loaded by the names that users give, and checked row by row before anything is spent on them."""
+"""Load datasets and check them row by row before training."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ..utils.messages import InputError, one_line
 
 # --- loading ---------------------------------------------------------------------------------------------------------
 
-# Columns of the formats that TRL's trainers take.
+# Columns of the formats that TRL's trainers accept.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
-MOST_DOMAINS = 1000  # that are evaluated one by one; more are not domains
+MOST_DOMAINS = 1000  # evaluated one by one; a column with more values holds no domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -46,27 +46,28 @@ def load_data(
     text_field: str = "text",
 ) -> Dataset:
     """
-    Load a dataset as the recipe's `data` section names it.
+    Load a dataset as given in the `data` section of a recipe.
 
     Args:
-        source: a file, a dataset's name, or arguments of `datasets.load_dataset`, whose own split takes precedence.
-        field: the field that messages name.
+        source: a file, a dataset's name, or arguments of `datasets.load_dataset`. A split among these arguments takes
+            precedence over `split`.
+        field: the config field to name in messages.
         label_column: a column that the data must have.
         split: the split, e.g. "test" or "train[:100]". A file has the split "train".
-        formats: sets of columns, one of which the data must have.
-        text_field: the column of plain texts; it is called "text" in what is returned.
+        formats: sets of columns. The data must have all columns of at least one set.
+        text_field: the column of plain texts; it is renamed to "text".
     """
-    # The arguments of `load_dataset` for a file, a name, or a mapping of arguments.
+    # Build the arguments of `load_dataset` from a file, a name, or a mapping of arguments.
     arguments: dict[str, Any] = {"path": source} if isinstance(source, str) else source
     if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
         if not Path(source).is_file():
             raise InputError(f"{field}={source!r}: no such file")
-        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
+        # `load_dataset` reads file names as patterns, and in relative names the folder as well.
         arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
         arguments |= _values_as_written(source) if suffix == ".csv" else {}
     elif isinstance(source, str) and Path(source).is_file():
         raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
-    # Refuse folders that would be read as patterns, streams, and code that comes with data.
+    # Refuse folders that would be read as patterns, streams, and code in a dataset's repository.
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
@@ -75,7 +76,7 @@ def load_data(
         raise InputError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
         raise InputError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
-    # Load, and say in one line what is wrong with the files.
+    # Load, and report errors in the files on one line.
     _check_cache()
     try:
         with reading(f"{field}={source!r}", "give a file of rows, or arguments of datasets.load_dataset"):
@@ -86,17 +87,17 @@ def load_data(
                     raise InputError(f"{stray}; move it away") from error
                 if isinstance(source, str) and (broken := _broken_line(source)):
                     raise InputError(broken) from error
-                raise error.__cause__ or error from None  # which says what is wrong
+                raise error.__cause__ or error from None  # the cause names the error
             if isinstance(dataset, Dataset):
                 if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
                     dataset = _without_times(source, dataset, split)
-                with reading("text that is not UTF-8", "save it as UTF-8"):  # which only reading a row would show
+                with reading("text that is not UTF-8", "save it as UTF-8"):  # otherwise found only when a row is read
                     dataset.data.validate(full=True)
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
             raise
         dataset = None  # an empty file
-    # There must be rows, in one of the formats, with labels if those are read.
+    # Require rows in one of the formats, and labels if a label column is given.
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise InputError(f"{field}={source!r}: no examples; name a split that has some")
     if text_field != "text" and text_field in dataset.column_names:
@@ -104,13 +105,13 @@ def load_data(
         dataset = dataset.select_columns(kept).rename_column(text_field, "text")
     names = set(dataset.column_names)
     found = [columns for columns in formats if columns <= names]
-    # Alpaca's files may have instruction and output as one text, too.
+    # Alpaca's files may also have instruction and output joined in a column "text".
     is_alpaca = formats is SUPERVISED and names >= {"instruction", "output"} and found in ([], [{"text"}])
     if not found and not is_alpaca:
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise InputError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     check_has_labels(dataset, label_column, field)
-    # As TRL does later, but checks and plans read rows before.
+    # Convert to TRL's formats now, as checks and plans read rows before TRL does it.
     if is_alpaca:
         removed = sorted((_ALPACA & names) - {label_column})
         return dataset.map(
@@ -131,18 +132,22 @@ def load_data(
 
 
 def _values_as_written(file: str) -> dict[str, Any]:
-    """For a CSV file: left to itself, pandas reads 007 as 7, None as nothing, and beside an empty cell 3 as 3.0."""
+    """
+    Return `load_dataset` arguments to read a CSV file's cells as text.
+
+    pandas by itself reads 007 as 7, None as missing, and 3 in a column with an empty cell as 3.0.
+    """
     with suppress(ValueError, OSError, csv.Error), open(file, encoding="utf-8-sig", newline="") as lines:
         head = next(filter(None, csv.reader(lines)), [])
-        names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]  # as pandas calls them
+        names = [name or f"Unnamed: {i}" for i, name in enumerate(head)]  # the name pandas gives
         if names and len({*names}) == len(names):
             features = Features(dict.fromkeys(names, Value("string")))
             return {"features": features, "keep_default_na": False, "na_values": [""]}
-    return {}  # what is wrong with the file is said when it is read
+    return {}  # errors in the file are reported when it is read
 
 
 def with_shared_format(parts: Sequence[Dataset], field: str) -> list[Dataset]:
-    """Datasets with those columns that a tokenization reads and all of them have."""
+    """Keep only the columns that tokenization reads and all datasets have."""
     read = {*_OF_TOKENS, "tools", "chat_template_kwargs"}.union(*SUPERVISED)
     shared = set.intersection(*(set(part.column_names) for part in parts)) & read
     if not any(columns <= shared for columns in SUPERVISED):
@@ -156,8 +161,10 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 def _to_messages(row: dict[str, Any]) -> dict[str, Any]:
     """
-    Turn a row with `from` and `value`, as in ShareGPT, or a column `conversations` into one with messages; with two
-    answers to a conversation, as LLaMA-Factory ranks them, into a prompt and these.
+    Convert a row in place to `messages`.
+
+    Rows in ShareGPT's format have `from` and `value`, or a column `conversations`. A row with two ranked answers to a
+    conversation, as in LLaMA-Factory, gets a `prompt` and the two answers.
     """
     answers = [key for key in ("chosen", "rejected") if isinstance(row.get(key), dict)]
     for key in answers:
@@ -180,10 +187,10 @@ _ALPACA = {"instruction", "input", "output", "system", "history", "text"}
 
 
 def _from_alpaca(field: str, row: dict[str, Any], i: int) -> dict[str, Any]:
-    """A row as in Alpaca, perhaps with LLaMA-Factory's `system` and `history`, as a prompt and its completion."""
+    """Convert an Alpaca row to a prompt and its completion. LLaMA-Factory's `system` and `history` are included."""
     parts = {name: row.get(name) for name in ("instruction", "input", "output")}
     for name, value in parts.items():
-        # A whole number's text is known; that of a float, a flag or a list as the file had it is not.
+        # The text of an integer is known. A float, flag or list may have been written differently in the file.
         if not isinstance(value, str) and type(value) is not int and (value is not None or name == "output"):
             raise InputError(f"{field}: row {i + 1}: {name}={one_line(repr(value), 60)}: must be a string")
     turns = [("system", row.get("system"))]
@@ -201,23 +208,24 @@ def _from_alpaca(field: str, row: dict[str, Any], i: int) -> dict[str, Any]:
 
 def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
     """
-    A JSON file's rows with their text, by way of a file whose columns have types: pyarrow reads text as times if all
-    values of a JSON column, or of a part of it, look like times.
+    Reload a JSON file's rows with text in place of times, through a Parquet file with column types.
+
+    pyarrow reads text as times if all values of a JSON column, or of a part of it, look like times.
     """
     text = read_text(file)
-    lines = text.split("\n")  # `splitlines` would also split at other characters, inside strings
+    lines = text.split("\n")  # `splitlines` would also split at other characters inside strings
     rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines if line.strip()]
     features = Features({name: _as_text(feature) for name, feature in dataset.features.items()})
     with tempfile.TemporaryDirectory() as folder:
         typed = str(Path(folder, "rows.parquet"))
-        # `from_list` would take the first row's columns.
+        # `from_list` would take only the first row's columns.
         rows = [{name: row.get(name) for name in features} for row in rows]
         Dataset.from_list(rows, features=features).to_parquet(typed)
         return load_dataset("parquet", data_files=typed, split=split)
 
 
 def _as_text(feature: Any) -> Any:
-    """A column's type with text instead of times."""
+    """Return a column's type with strings in place of times."""
     if isinstance(feature, dict):
         return {name: _as_text(part) for name, part in feature.items()}
     if isinstance(feature, List):
@@ -227,8 +235,10 @@ def _as_text(feature: Any) -> Any:
 
 def _check_cache() -> None:
     """
+    Check that the cache of `datasets` is writable.
+
     Raises:
-        ValueError: the cache of `datasets`, to which all rows go, cannot be written to.
+        ValueError: the cache cannot be written to; all rows go there.
     """
     cache = Path(datasets.config.HF_DATASETS_CACHE).absolute()
     parent = next(path for path in (cache, *cache.parents) if path.exists())
@@ -237,11 +247,13 @@ def _check_cache() -> None:
 
 
 def _stray_file(folder: str) -> str | None:
-    """The file of a folder that cannot be read, or has other columns than the first; None if there is none."""
+    """
+    Return a message on the first file in a folder that is unreadable or has other columns than the first file, or None.
+    """
     first: tuple[str, list[str]] | None = None
     for file in sorted(Path(folder).rglob("*")) if os.path.isdir(folder) else ():
         if file.suffix not in _FORMATS:
-            continue  # such files are not read
+            continue  # not read by `load_dataset`
         try:
             files = glob.escape(os.path.abspath(file))
             names = load_dataset(_FORMATS[file.suffix], data_files=files, split="train").column_names
@@ -254,7 +266,10 @@ def _stray_file(folder: str) -> str | None:
 
 
 def _broken_line(file: str | os.PathLike) -> str | None:
-    """Return which line of a JSON file cannot be read, counted from 1; None if it is another file, or its lines can."""
+    """
+    Return a message on the first line of a JSON file that cannot be parsed, counted from 1. None for other files, or if
+    all lines are valid.
+    """
     try:
         text = read_text(file) if _FORMATS.get(Path(file).suffix) == "json" else "[]"
         json.loads(text)
@@ -276,9 +291,11 @@ def _broken_line(file: str | os.PathLike) -> str | None:
 
 def check_has_labels(dataset: Dataset, column: str | None, field: str, section: str = "") -> None:
     """
+    Check that a dataset has its label column.
+
     Args:
-        field: the field that names the data, for messages.
-        section: of `label_column`, with a dot.
+        field: the config field of the data, for messages.
+        section: prefix of `label_column` in messages, with a dot.
     """
     check_label_column(column, section)
     if column is not None and column not in dataset.column_names:
@@ -287,6 +304,8 @@ def check_has_labels(dataset: Dataset, column: str | None, field: str, section: 
 
 def check_label_column(column: str | None, section: str = "") -> None:
     """
+    Check that a column can hold labels.
+
     Raises:
         ValueError: training changes the texts of this column, so it cannot hold labels.
     """
@@ -299,6 +318,8 @@ def check_label_column(column: str | None, section: str = "") -> None:
 
 def check_domains(dataset: Dataset, column: str | None, section: str = "") -> None:
     """
+    Check that a label column has few enough values to be domains.
+
     Raises:
         ValueError: the column has too many values to hold domains.
     """
@@ -308,7 +329,7 @@ def check_domains(dataset: Dataset, column: str | None, section: str = "") -> No
 
 
 def rows_of_labels(labels: Iterable[Any]) -> dict[Any, list[int]]:
-    """Label → its rows, in the order of the labels as text."""
+    """Return label → indices of its rows, with labels sorted as text."""
     rows = defaultdict(list)
     for i, label in enumerate(labels):
         rows[label].append(i)
@@ -316,19 +337,19 @@ def rows_of_labels(labels: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def source_name(source: str | dict[str, Any] | None) -> str | None:
-    """Where data come from: a file, or a dataset's name."""
+    """Return a source's file or dataset name."""
     return source.get("path") if isinstance(source, dict) else source
 
 
 def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
-    """`count` of the examples, or all if there are fewer, in random order."""
+    """Return `count` examples in random order, or all examples if there are fewer."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     return dataset.select(order[:count].tolist())
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-# Columns that trainers take, in the order in which TRL looks for them; each tuple is one text or conversation.
+# Columns that trainers accept, in TRL's order of precedence. Each tuple forms one text or conversation.
 _ROW_FORMATS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("input_ids",),),
     (("prompt", "chosen"), ("prompt", "rejected")),
@@ -337,11 +358,11 @@ _ROW_FORMATS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("messages",),),
     (("text",),),
 )
-# Columns with a value for each token.
+# Columns with one value per token.
 _OF_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks", "token_labels")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_KINDS = 100  # of conversations, which are put through the chat template
-IGNORED = -100  # the label of tokens without a language loss
+_KINDS = 100  # kinds of conversations to test with the chat template
+IGNORED = -100  # label of tokens without a language loss
 
 
 def check_rows(
@@ -355,18 +376,18 @@ def check_rows(
     Check that every row can be trained on.
 
     Args:
-        field: the field that names the data, for messages.
-        tokenizer: whose chat template conversations go through.
-        label_column: a column whose values must be labels.
-        other_template: the one that conversations go through instead.
+        field: the config field of the data, for messages.
+        tokenizer: has the chat template for conversations.
+        label_column: a column that must hold a label in every row.
+        other_template: a chat template to use instead of the tokenizer's.
 
     Raises:
-        ValueError: a row is in no format that trainers take, or the chat template leaves out a part of a message.
+        ValueError: a row is in no format that trainers accept, or the chat template leaves out a part of a message.
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
     template = other_template or getattr(tokenizer, "chat_template", None)
-    kinds: dict[tuple, tuple[str, list[dict[str, Any]], Any]] = {}  # of conversations, each with its first row
+    kinds: dict[tuple, tuple[str, list[dict[str, Any]], Any]] = {}  # kind of conversation → its first row
     size = len(tokenizer)
     kept = {key for part in parts for key in part}
     of_tokens = columns & set(_OF_TOKENS)
@@ -408,13 +429,15 @@ def check_rows(
 
 
 def _kind(message: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a chat template may decide by: the role, and the parts that a message has."""
+    """
+    Return the features of a message that a chat template may depend on: its role, content type, and non-empty parts.
+    """
     content, parts = message.get("content"), sorted(name for name in message if message[name])
     return (message["role"], type(content).__name__, str("</think>" in str(content)), *parts)
 
 
 def _left_out(message: dict[str, Any], chat: str, is_last: bool) -> str | None:
-    """Return the name of the first part of a message that is not in the chat that a template made; None: all are."""
+    """Return the first part of a message that is missing from the chat template's output, or None."""
     text = "".join(chat.split())  # templates strip texts
 
     def lacks(part: str) -> bool:
@@ -422,7 +445,7 @@ def _left_out(message: dict[str, Any], chat: str, is_last: bool) -> str | None:
             part,
             json.dumps(part, ensure_ascii=False)[1:-1],
             json.dumps(part)[1:-1],
-        ]  # results of tools are quoted
+        ]  # tool results are quoted
         forms += (
             [] if is_last else [part.rpartition("</think>")[2]]
         )  # many templates drop the thoughts of earlier turns
@@ -446,14 +469,14 @@ def _left_out(message: dict[str, Any], chat: str, is_last: bool) -> str | None:
 
 
 def check_labels(dataset: Dataset, field: str, column: str) -> None:
-    """Check that a column has a string or a number in every row; not NaN, which files have where there is none."""
+    """Check that a column has a string or a number in every row. NaN is refused: files have it for missing labels."""
     for i, value in enumerate(dataset[column], 1):
         if not (isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
             raise InputError(f"{field}: row {i}: {column}={value!r}: must be a label")
 
 
 def _messages(cell: str, key: str, value: Any, template: Any, size: int) -> list[dict[str, Any]]:
-    """Check the value of a cell; returns its messages if it is a conversation."""
+    """Check the value of a cell. Return its messages if it is a conversation, otherwise an empty list."""
     shown = f"{cell}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "input_ids"):
         if not value.strip() and key != "prompt":
@@ -488,10 +511,10 @@ def _message(cell: str, message: Any, template: Any) -> dict[str, Any]:
 
 def check_answers(section: str, dataset: Any, completion_only: bool | None, assistant_only: bool | None) -> None:
     """
-    Check that a dataset has the answers that the loss is to be restricted to.
+    Check that a dataset has the answers to restrict the loss to.
 
     Args:
-        section: that has the settings, with a dot; it begins the message.
+        section: prefix of the settings in messages, with a dot.
         completion_only, assistant_only: `SFTConfig`'s `completion_only_loss` and `assistant_only_loss`.
     """
     if not isinstance(dataset, Dataset) or not len(dataset):
@@ -510,8 +533,10 @@ def check_answers(section: str, dataset: Any, completion_only: bool | None, assi
 
 def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None) -> None:
     """
+    Check that the chat template marks answers, for `assistant_only_loss`.
+
     Args:
-        template: the one that `chat_template_path` names; None: the tokenizer's.
+        template: the chat template of `chat_template_path`; None: the tokenizer's.
     """
     if not isinstance(dataset, Dataset) or {"assistant_masks", "prompt"} & set(dataset.column_names):
         return
@@ -531,8 +556,10 @@ def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None
 
 def check_learnable(path: str, dataset: Any, args: Any) -> None:
     """
+    Check that a prepared dataset has a token to learn.
+
     Raises:
-        ValueError: no row of a prepared dataset has a token to learn.
+        ValueError: no row of the dataset has a token to learn.
     """
     if isinstance(dataset, Dataset) and not is_learnable(dataset):
         section = f"{path}: " if path else ""
@@ -543,7 +570,10 @@ def check_learnable(path: str, dataset: Any, args: Any) -> None:
 
 
 def is_learnable(dataset: Dataset) -> bool:
-    """Whether a row of a prepared dataset has a token to learn; its first token, which follows none, is not one."""
+    """
+    Return whether a row of a prepared dataset has a token to learn. A row's first token does not count: nothing
+    precedes it, so it is not predicted.
+    """
     if "labels" not in dataset.column_names:
         return len(dataset) > 0
     return any(label != IGNORED for row in dataset.select_columns("labels") for label in row["labels"][1:])

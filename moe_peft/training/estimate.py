@@ -1,4 +1,4 @@
-"""What a training will take: steps, tokens and memory, by rules."""
+"""Estimates of a training's steps, tokens and memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .preparation import tokenized
 from .schedule import schedule_name, steps_and_rows
 from .trainable import freeze_for_stage
 
-_SAMPLED_ROWS = 500  # for lengths
+_SAMPLED_ROWS = 500  # to estimate lengths
 
 
 @dataclass(frozen=True)
 class Memory:
     """
-    Bytes on a device, without activations, which come on top: no rule covers every model's code.
+    Bytes on a device, without activations: no rule for these covers every model's code.
 
     Args:
-        weights: all of them, quantized ones at their packed size.
+        weights: all weights, quantized weights at their packed size.
         gradients, optimizer: of the trainable parameters.
-        reference: a second model, which DPO compares the first with if all of it is trained.
+        reference: the reference model, which DPO needs if all parameters are trained.
     """
 
     weights: int
@@ -54,18 +54,18 @@ class Memory:
 
 
 def gib(size: int) -> str:
-    """Bytes, as plans show them."""
+    """Format bytes for a plan."""
     return f"{size / 2**30:.2f} GiB"
 
 
 def memory(model: nn.Module, args: SFTConfig, quantization: Mapping[str, Any] | None = None) -> Memory:
     """
-    An estimate for one process that shards nothing: the weights, and gradients and Adam's two moments of the trainable
-    ones.
+    Estimate the memory of one process without sharding: weights, and for trainable parameters the gradients and Adam's
+    two moments.
 
     Args:
-        model: what is trained, without weights, each parameter with its dtype; see `on_quantized`.
-        quantization: fields of a `BitsAndBytesConfig`, of the base.
+        model: the model to train, without weights, each parameter with its dtype; see `on_quantized`.
+        quantization: fields of the base model's `BitsAndBytesConfig`.
     """
     weights = _weight_bytes(model, quantization or {})
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -76,11 +76,11 @@ def memory(model: nn.Module, args: SFTConfig, quantization: Mapping[str, Any] | 
 
 
 def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> int:
-    """Bytes of all weights. A tied weight counts once."""
-    scale = (1 if quantization.get("bnb_4bit_use_double_quant") else 4) / 64  # 64 weights have one in float32
+    """Return the bytes of all weights. A tied weight counts once."""
+    scale = (1 if quantization.get("bnb_4bit_use_double_quant") else 4) / 64  # one float32 per 64 weights
     packed = 0.5 + scale if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
     head = base_model(model).get_output_embeddings()
-    head = getattr(head, "original_module", head)  # beneath PEFT's copies and rows
+    head = getattr(head, "original_module", head)  # inside PEFT's wrappers
     sizes = {}
     for module in model.modules():
         linear = isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
@@ -105,10 +105,10 @@ def print_estimates(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """
-    Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters and memory.
+    Print each stage's steps, tokens, trainable parameters and memory, for `sft` and `dpo`.
 
     Args:
-        model: what is trained, without weights: the base, or the base with an adapter.
+        model: the model to train, without weights: the base model, or the base model with an adapter.
         stages: section → training arguments.
     """
     quantization = {} if base.quantization is None else base.quantization.to_dict()
@@ -134,7 +134,7 @@ def print_estimates(
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a training has, and their mean number of tokens."""
+    """Number of training rows, and their mean number of tokens."""
 
     count: int
     length: float
@@ -142,8 +142,8 @@ class Rows:
 
 def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
     """
-    Training rows as the trainer prepares them: truncated, packed, without those that have nothing left to learn. Of
-    many rows, some 500 are looked at.
+    Count the training rows as the trainer prepares them: truncated, packed, and without rows that have no token to
+    learn. Large datasets are estimated from about 500 rows.
     """
     looked_at = range(0, len(data), max(1, len(data) // _SAMPLED_ROWS))
     sample = data.select(looked_at)
@@ -159,12 +159,14 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
 
 
 def _pair_tokens(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], args: Any) -> int:
-    """Tokens of a preference's two answers, with what is asked before each; 0: TRL leaves it out."""
+    """
+    Return the number of tokens of a preference's two answers, each with its prompt. Return 0 if TRL leaves the row out.
+    """
     row, limit = row if "prompt" in row else extract_prompt(row), args.max_length or sys.maxsize
     prompt = row["prompt"]
     if args.truncation_mode == "keep_start" and _tokens(tokenizer, prompt, add_generation_prompt=True) >= limit:
         return 0
-    ends = 0 if is_conversational(row) else 1  # TRL adds the end
+    ends = 0 if is_conversational(row) else 1  # TRL adds an EOS token
     return sum(min(_tokens(tokenizer, prompt + row[answer]) + ends, limit) for answer in ("chosen", "rejected"))
 
 
@@ -175,7 +177,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, st
 
 
 def training_line(args: SFTConfig) -> str:
-    """Learning rate, schedule, context and gradient checkpointing in words."""
+    """Describe the learning rate, schedule, context and gradient checkpointing in words."""
     checkpointing = "on, which takes a third more time" if args.gradient_checkpointing else "off"
     router_rate = getattr(args, "router_learning_rate", None)
     of_routers = "" if router_rate is None else f" (routers {router_rate:g})"

@@ -1,6 +1,4 @@
-"""
-Labels for label-supervised routing: one label per token, so that labels survive packing and padding-free batches.
-"""
+"""Labels for label-supervised routing. Each token has a label, so labels survive packing and padding-free batches."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ NO_LABEL = -1  # for padding
 
 
 def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:
-    """Check the labels of a dataset, called `name` in messages."""
+    """Check the labels of a dataset. Messages call it the `name` dataset."""
     if not isinstance(dataset, Dataset):
         raise InputError(f"label_column={column!r}: the {name} dataset must be a map-style Dataset")
     check_label_column(column)
@@ -34,14 +32,14 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
 
 
 def unknown_labels(dataset: Dataset, column: str, labels: Iterable[str]) -> list[str]:
-    """The labels of a dataset, as text, that are not among `labels`."""
+    """Return the labels of a dataset, as text, that are not among `labels`."""
     return sorted({label_text(label) for label in dataset.unique(column)} - set(labels))
 
 
 def with_token_labels(
     dataset: Dataset, column: str, labels: Sequence[str], num_proc: int | None, description: str
 ) -> Dataset:
-    """The tokenized dataset with a column `token_labels`: the index of the row's label, once per token."""
+    """Add a column `token_labels` to a tokenized dataset: the index of the row's label, once per token."""
     index = {label: i for i, label in enumerate(labels)}
 
     def spread(row: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +49,7 @@ def with_token_labels(
 
 
 class LabelCollator:
-    """Adds `token_labels`, shaped like `input_ids` and -1 at padding, to the batches of another collator."""
+    """Wraps a collator and adds `token_labels` to its batches, shaped like `input_ids`, with -1 at padding."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
         self.collator = collator
@@ -71,15 +69,16 @@ class LabelCollator:
 
 
 def completion_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """1 for the tokens that the language loss is on, those whose label is not -100, [B, S]; None without labels."""
+    """Return 1 for each token with a language loss (label not -100), otherwise 0, [B, S]. None without labels."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return (labels != IGNORED).long() if isinstance(labels, torch.Tensor) else None
 
 
 def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
-    1 for tokens, 0 for padding, [B, S]; None for a batch without token ids. Padding-free batches have no mask; if they
-    have padding, it is at the end.
+    Return 1 for each token and 0 for padding, [B, S]. None for a batch without token ids.
+
+    Padding-free batches have no mask; they have padding only at the end, if any.
     """
     for name in ("attention_mask", COLUMN, "input_ids"):
         values = batch.get(name) if isinstance(batch, Mapping) else None

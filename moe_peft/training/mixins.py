@@ -1,4 +1,4 @@
-"""What our trainers do besides their losses: clip by full norms, save only finite weights, resume native MoEs."""
+"""Mixins for our trainers: clipping by full norms, saving of finite weights only, resuming of native MoEs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 class FiniteWeightsMixin:
     """
-    Mixin for a Trainer: it refuses to save weights that are not finite (ZeRO-3's shards are not checked), and warns if
-    steps would be lost to rounding.
+    Mixin for a Trainer: refuses to save weights that are not finite, and warns if rounding would lose small steps. The
+    shards of ZeRO-3 are not checked.
     """
 
     args: Any
@@ -41,7 +41,7 @@ class FiniteWeightsMixin:
     is_world_process_zero: Any
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        keeps_float32 = self.is_fsdp_enabled or self.is_deepspeed_enabled  # beside the weights
+        keeps_float32 = self.is_fsdp_enabled or self.is_deepspeed_enabled  # a copy of the weights
         trained = [p for p in self.model.parameters() if p.requires_grad and p.dtype in _HALF]
         quantized = getattr(self.model, "is_quantized", False)  # TRL makes its adapters bfloat16
         if trained and not keeps_float32 and not quantized and self.is_world_process_zero():
@@ -57,12 +57,14 @@ class FiniteWeightsMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
+        Save the model after a check of its trained weights.
+
         Raises:
-            ValueError: a trained weight is not finite; nothing is written then.
+            ValueError: a trained weight is not finite. Nothing is written.
         """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         bad = [name for name, parameter in trained if not _largest(parameter).isfinite()][:1]
-        if self.is_fsdp_enabled:  # each process has parts of its own; all stop if one of them is not finite
+        if self.is_fsdp_enabled:  # each process has its own shards; one bad shard stops all
             bad = gather_object(bad)
         for name in bad[:1]:
             raise InputError(
@@ -74,7 +76,9 @@ class FiniteWeightsMixin:
 
 @torch.no_grad()
 def _largest(parameter: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of what this process holds of a parameter, computed without a tensor of its size."""
+    """
+    Return the largest absolute value of this process's part of a parameter, without a temporary tensor of its size.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return torch.linalg.vector_norm(local, torch.inf) if local.numel() else torch.zeros(())
 
@@ -84,8 +88,8 @@ def _largest(parameter: torch.Tensor) -> torch.Tensor:
 
 class NativeResumeMixin:
     """
-    Lets a trainer resume native MoEs. transformers' own method (5.23) loads a checkpoint's tensors by their names on
-    disk. Experts have other names in memory, so it does not load them.
+    Mixin for a Trainer: resumes native MoEs. transformers (5.23) loads a checkpoint's tensors by their names on disk.
+    Experts have other names in memory, so transformers does not load them.
     """
 
     model: Any
@@ -103,13 +107,13 @@ class NativeResumeMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _is_plain_native(self) -> bool:
-        """Whether complete native MoEs are saved, by their own `save_pretrained`."""
+        """Return whether complete native MoEs are saved, by their own `save_pretrained`."""
         native = bool(native_layers(self.model)) and not isinstance(self.model, PeftModel)
         return native and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
 
 def _load_native(model: Any, folder: str) -> None:
-    """Load a checkpoint's weights into a native MoE, including those of routers that replaced its gates."""
+    """Load a checkpoint's weights into a native MoE, including routers that replaced its gates."""
     state = type(model).from_pretrained(folder, dtype="auto").state_dict()
     model.load_state_dict({**state, **router_tensors(model, folder)})
 
@@ -120,8 +124,8 @@ def _load_native(model: Any, folder: str) -> None:
 @contextmanager
 def full_norm(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, gradients have the norm of all the parameters that the model's stand for (`Router.stands_for`);
-    undone afterwards, up to rounding.
+    Scale gradients inside the block, so that their norm counts a parameter once for each equal parameter it stands for
+    (`Router.stands_for`). Undo this afterwards, up to rounding.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     counts = {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}
@@ -134,7 +138,10 @@ def full_norm(model: nn.Module) -> Iterator[None]:
 
 
 class FullNormMixin:
-    """Mixin for a Trainer: it clips by, and logs, the norm of `full_norm`. DeepSpeed clips by itself, without it."""
+    """
+    Mixin for a Trainer: clips by the norm of `full_norm`, and logs it. DeepSpeed does its own clipping, without
+    `full_norm`.
+    """
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         with full_norm(model):

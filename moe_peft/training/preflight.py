@@ -1,4 +1,4 @@
-"""What a trainer would stumble over later, found before anything is spent: for `sft`, `dpo` and each stage of UpIT."""
+"""Checks before training, for `sft`, `dpo` and each stage of UpIT. They find errors that a trainer would raise late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .data import check_answers, check_marks
 
 
 def check_loss(args: SFTConfig, data: Dataset, tokenizer: Any, path: str = "") -> None:
-    """Check that the data have what a stage's loss asks for: a chat template, answers, their marks."""
+    """Check that the data have all that a stage's loss needs: a chat template, answers, and marks around answers."""
     section = f"{path}." if path else ""
     template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
@@ -39,12 +39,13 @@ def check_loss(args: SFTConfig, data: Dataset, tokenizer: Any, path: str = "") -
 
 def check_arguments(args: TrainingArguments, path: str = "", on_this_machine: bool = True) -> None:
     """
-    Find what a trainer would stumble over when it begins to train: packages that are not installed, a missing launcher.
+    Check training arguments for errors that a trainer would raise only at the start of training, such as a package that
+    is not installed or a missing launcher.
 
     Args:
-        args: of one training.
-        path: of the section that has the arguments, for messages.
-        on_this_machine: whether it trains here and now; a plan may be for another machine.
+        args: arguments of one training.
+        path: config section of the arguments, for messages.
+        on_this_machine: whether the training runs here and now; a plan may be for another machine.
     """
     section = f"{path}." if path else ""
     check_packages(args, section)
@@ -63,12 +64,13 @@ def check_arguments(args: TrainingArguments, path: str = "", on_this_machine: bo
 
 def check_packages(args: TrainingArguments, section: str = "") -> None:
     """
-    Build what a trainer builds from its arguments only when it begins to train: the optimizer's class, the schedule and
-    the callbacks that report. The trainer would raise the same errors, but as tracebacks, after weights are loaded and,
-    in UpIT, after earlier stages.
+    Create the optimizer's class, the schedule and the reporting callbacks from training arguments.
+
+    A trainer does this only at the start of training. It would raise the same errors, but as tracebacks, after weights
+    are loaded and, in UpIT, after earlier stages.
 
     Args:
-        section: that has them, with a dot at its end.
+        section: config section of the arguments, with a dot at its end.
     """
     for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to:
         try:
@@ -80,7 +82,7 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
         Trainer.get_optimizer_cls_and_kwargs(args)
     except ImportError as error:
         raise InputError(f"{section}optim={str(args.optim.value)!r}: {one_line(error)}") from error
-    except ValueError as error:  # also of optimizers that look at the model, which is not here
+    except ValueError as error:  # also raised by optimizers that need the model, absent here
         if args.optim_args:
             raise InputError(f"{section}optim_args={args.optim_args!r}: {one_line(error)}; give key=value,…") from error
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
@@ -109,7 +111,7 @@ def _check_wandb(section: str) -> None:
     import wandb
 
     try:
-        wandb.login(verify=False)  # which asks in a terminal, and takes none where WANDB_MODE turns it off
+        wandb.login(verify=False)  # asks for a key in a terminal; needs none where WANDB_MODE turns it off
     except wandb.errors.Error as error:
         raise InputError(
             f"{section}report_to='wandb': {one_line(error)} Or set WANDB_MODE=offline, or report_to=none"
@@ -118,6 +120,8 @@ def _check_wandb(section: str) -> None:
 
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
     """
+    Check the keys of `gradient_checkpointing_kwargs`.
+
     Raises:
         ValueError: torch does not know a key, and neither transformers nor, for SFT, TRL removes it.
     """

@@ -1,4 +1,4 @@
-"""Datasets as TRL prepares them, without a training: for scores and calibration."""
+"""Prepare datasets as TRL does, without a training, for scores and calibration."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 def for_one_trainer(args: Arguments) -> Arguments:
     """
-    A copy of training arguments, which the trainer that gets it may change. DeepSpeed's plugin, which they hold, serves
-    the first trainer only, so under DeepSpeed they are recreated.
+    Copy training arguments for one trainer, which may change them.
+
+    The arguments hold DeepSpeed's plugin, which works for the first trainer only. With DeepSpeed, they are created
+    anew.
     """
     return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
 
 
 # --- tokenizing ------------------------------------------------------------------------------------------------------
 
-# What a trainer would do at once with arguments that are for a training: make a repository, a tracker, a handler of
-# signals. It makes the folder, too.
+# Arguments that have an effect when a trainer is created: a repository, a tracker, a signal handler. It creates the
+# output folder, too.
 _OF_TRAINING = {
     "output_dir": tempfile.gettempdir(), "push_to_hub": False, "report_to": [], "enable_jit_checkpoint": False,
     "activation_offloading": False, "use_liger_kernel": False, "fsdp": None, "_n_gpu": 1,
     "eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False,
-    "router_aux_loss_coef": None,  # TRL refuses one for a dense model
+    "router_aux_loss_coef": None,  # TRL refuses it for a dense model
 }  # fmt: skip
 
 
 def preparation(max_length: int) -> SFTConfig:
-    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most this many tokens."""
+    """
+    Return arguments for `tokenized` only: the tokenizer's chat template, and at most `max_length` tokens per example.
+    """
     return SFTConfig(
         output_dir=tempfile.gettempdir(), bf16=False, max_length=max_length, report_to="none",
         gradient_checkpointing=False, use_cpu=not torch.accelerator.is_available(),
@@ -50,11 +54,11 @@ def preparation(max_length: int) -> SFTConfig:
 
 def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:
     """
-    The examples as `SFTTrainer` would train on them (without those that have no tokens to learn), and the collator that
-    makes batches of them.
+    Return the examples as `SFTTrainer` would train on them, and the collator for their batches. Examples without a
+    token to learn are left out.
 
-    TRL's preparation is a method of its trainer, so this creates a trainer around a tiny model. It leaves the tokenizer
-    alone, whose template and tokens a trainer may change.
+    TRL's preparation is a method of its trainer, so this creates a trainer with a tiny model. A trainer may change a
+    tokenizer's chat template and tokens, so it gets a copy of `processing_class`.
     """
     processing_class = copy.deepcopy(processing_class)
     stand_in = LlamaForCausalLM(
@@ -64,7 +68,7 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
         )
     )  # fmt: skip
     args = for_one_trainer(args)
-    _ = args.device  # which counts the GPUs
+    _ = args.device  # counts the GPUs
     for name, value in _OF_TRAINING.items():
         if hasattr(args, name):
             setattr(args, name, value)
@@ -87,21 +91,21 @@ def calibration_batches(
     columns: Sequence[str] = (),
 ) -> list[dict[str, torch.Tensor]]:
     """
-    Examples of a dataset in a format that TRL accepts: `input_ids` and `attention_mask`, each [B, S]. They are drawn
-    at random, since a file may be sorted by domain.
+    Return batches of examples: `input_ids` and `attention_mask`, each [B, S]. The dataset has a format of TRL's.
+    Examples are drawn at random, since a file may be sorted by domain.
 
     Args:
-        max_examples: how many examples to use.
+        max_examples: number of examples to use.
         batch_size: B.
-        max_length: tokens per example; longer ones are truncated.
-        seed: of the draw.
-        args: how the examples are prepared: the chat template, the text field, and so on, but for packing, the length
-            and which tokens have a loss. None: with the tokenizer's template.
+        max_length: tokens per example; longer examples are truncated.
+        seed: seed for drawing examples.
+        args: arguments for the preparation of examples: the chat template, the text field, and so on. Packing, the
+            length and the restriction of the loss to some tokens are ignored. None: the tokenizer's template.
         columns: further columns for the batches, with a number for each example, such as `expert` for `init_gates`.
     """
     args = preparation(max_length) if args is None else copy.copy(args)
     args.max_length, args.packing, args.padding_free = max_length, False, False
-    args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would be dropped
+    args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without answers would be dropped
     rows, collator = tokenized(drawn(dataset, max_examples, seed), processing_class, args)
     batches = []
     for start in range(0, len(rows), batch_size):

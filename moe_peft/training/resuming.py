@@ -1,4 +1,4 @@
-"""Training that may be killed at any moment and, run again, resumes and ends with the same bytes."""
+"""Training that may be killed at any time. Run again, it resumes and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -44,22 +44,25 @@ _YES, _NO = ("true", "1"), ("none", "false", "0")
 
 
 def resumes(args: TrainingArguments) -> bool:
-    """Whether training arguments ask for a checkpoint to resume from."""
+    """Return whether training arguments ask for a checkpoint to resume from."""
     return str(args.resume_from_checkpoint).lower() not in _NO
 
 
 def names_checkpoint(args: TrainingArguments) -> bool:
-    """Whether training arguments name one, and not just the last."""
+    """Return whether training arguments name a checkpoint, rather than ask for the last one."""
     return str(args.resume_from_checkpoint).lower() not in (*_YES, *_NO)
 
 
 def total_steps(trainer: Trainer) -> int:
-    """Optimizer steps of a trainer: `max_steps`, or those of `num_train_epochs`, each of which begins a step."""
+    """
+    Return a trainer's number of optimizer steps: `max_steps`, or the steps of `num_train_epochs`. Each epoch begins a
+    new step.
+    """
     return steps_and_rows(trainer.args, len(trainer.train_dataset), trainer.args.world_size)[0]
 
 
 def save_full_weights(trainer: Trainer) -> None:
-    """Have FSDP write full weights, as any other trainer does; `save_model` writes nothing of sharded ones."""
+    """Make FSDP write full weights, as all other trainers do. With sharded weights, `save_model` writes nothing."""
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
@@ -70,13 +73,14 @@ def save_full_weights(trainer: Trainer) -> None:
 @dataclass(frozen=True)
 class Trained:
     """
-    What `train` leaves.
+    Result of `train`.
 
     Args:
         history: the log, one record per logged step.
-        checkpoints: those that were to stay, by step.
-        result: a digest of the training and its last step, for the fingerprint of one that starts from its weights.
-        parameters: the number that it trains.
+        checkpoints: step → checkpoint, for all kept steps.
+        result: digest of the training and its last step, for the fingerprint of a training that starts from its
+            weights.
+        parameters: number of trained parameters.
     """
 
     history: list[dict[str, Any]]
@@ -86,11 +90,11 @@ class Trained:
 
     @property
     def last(self) -> Path:
-        """The last checkpoint."""
+        """Last checkpoint."""
         return self.checkpoints[max(self.checkpoints)]
 
     def metrics(self) -> dict[str, float]:
-        """The last record's losses, and the numbers of steps and of trained parameters."""
+        """Return the last record's losses, and the numbers of steps and of trained parameters."""
         last = self.history[-1] if self.history else {}
         losses = {key: value for key, value in last.items() if isinstance(value, float)}
         return {**losses, "steps": max(self.checkpoints), "trained_parameters": self.parameters}
@@ -98,21 +102,21 @@ class Trained:
 
 def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trained:
     """
-    Train, and mark each checkpoint when it is complete. If the model is trained already, its weights are loaded.
+    Train, and mark each checkpoint as complete once it is written. If the training was done already, load its weights.
 
     Args:
-        trainer: recreated from the same model, data and arguments as the run that was stopped.
-        keep: steps whose checkpoints stay, besides the last one; of others, only the latest does. Training then resumes
-            from the last complete checkpoint in `trainer.args.output_dir` if there is one, and one of `keep` that is
-            missing is trained again. None: as the trainer's arguments say, `save_strategy` and
-            `resume_from_checkpoint`; nothing is removed.
-        facts: what identifies the training, besides its fingerprint.
+        trainer: a trainer with the same model, data and arguments as in the run to resume.
+        keep: steps to keep checkpoints of. The last step's checkpoint is always kept. Of all other steps, only the
+            latest checkpoint is kept. Training resumes from the last complete checkpoint in `trainer.args.output_dir`,
+            if there is one. If a checkpoint of `keep` is missing, it is trained again. None: use the trainer's
+            `save_strategy` and `resume_from_checkpoint`, and remove nothing.
+        facts: further facts for the training's fingerprint.
     """
-    args, steps = trainer.args, total_steps(trainer)  # raises where rows fill no batch
+    args, steps = trainer.args, total_steps(trainer)  # raises if the rows fill no batch
     parameters = sum(math.prod(shape_of(p)) for p in trainer.model.parameters() if p.requires_grad)
     kept: set[int] = set()
     if keep is not None:
-        # Steps are counted now: the last one's checkpoint is the result, so it stays too.
+        # Count the steps now: the last step's checkpoint is the result, so it is kept, too.
         refuse_arguments(args)
         args.max_steps = facts["steps"] = steps
         if args.save_steps < 1:  # a share of all steps
@@ -128,13 +132,13 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
     if checkpoint is None or not _load_if_done(trainer, checkpoint, kept):
         try:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-        except pickle.UnpicklingError as error:  # torch loads tensors and plain values alone
+        except pickle.UnpicklingError as error:  # torch loads only tensors and plain values
             raise InputError(
                 f"{checkpoint}: its optimizer.pt, scheduler.pt or rng_state.pth holds more than tensors, which is not "
                 "loaded: it could run code; start anew in another output_dir"
             ) from error
 
-    # The log as the last checkpoint's file has it. `num_tokens` counts from the last start of the process.
+    # Return the log as in the last checkpoint's file. `num_tokens` counts from the last start of the process.
     log = (record for record in trainer.state.log_history if "train_runtime" not in record)
     history = [{name: record[name] for name in sorted(record) if name != "num_tokens"} for record in log]
     found = on_main_process(lambda: numbered_checkpoints(Path(args.output_dir)))
@@ -144,7 +148,7 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
 
 
 class MarkComplete(TrainerCallback):
-    """Marks each checkpoint of a training when all processes have written their part of it."""
+    """Marks each checkpoint of a training as complete after all processes have written their part."""
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
@@ -156,11 +160,13 @@ class MarkComplete(TrainerCallback):
 
 class KeepCheckpoints(MarkComplete):
     """
-    Saves at given steps, every `save_steps` and at the end. Each save comes with a log, so that the averages of a run
-    that resumes from it begin where they began in a run that was not stopped.
+    Saves at the steps of `keep`, every `save_steps` and at the end.
+
+    Each save comes with a log. The averages of a resumed run thus begin at the same step as in a run without
+    interruption.
 
     Args:
-        keep: steps whose checkpoints stay. Of others, only the last one does.
+        keep: steps to keep checkpoints of. Of all other steps, only the last checkpoint is kept.
     """
 
     def __init__(self, fingerprint: Fingerprint, keep: Collection[int]) -> None:
@@ -171,7 +177,7 @@ class KeepCheckpoints(MarkComplete):
         step = state.global_step
         if step in self.keep or step % int(args.save_steps) == 0 or step >= state.max_steps:
             control.should_log = control.should_save = True
-            # What a killed run left of this checkpoint must not mix with it.
+            # Remove a killed run's part of this checkpoint first, so that the two do not mix.
             on_main_process(lambda: remove(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -191,7 +197,9 @@ class KeepCheckpoints(MarkComplete):
 
 
 def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint, kept: set[int]) -> Path | None:
-    """The checkpoint that training continues from, or that is its result; None: it starts from the beginning."""
+    """
+    Return the checkpoint to continue from, or the finished training's last checkpoint. None: start from the beginning.
+    """
     folder = Path(str(args.output_dir))
     if kept:
         return _last_before_a_gap(folder, fingerprint, kept)
@@ -215,7 +223,9 @@ def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint, kep
 
 
 def _last_before_a_gap(folder: Path, fingerprint: Fingerprint, kept: set[int]) -> Path | None:
-    """The last complete checkpoint, or if one of those that should stay is missing, one to resume from before it."""
+    """
+    Return the last complete checkpoint. If a checkpoint in `kept` is missing, return the last resumable one before it.
+    """
     complete = {step: path for step, path in numbered_checkpoints(folder).items() if is_complete(path)}
     for path in complete.values():
         _check_same(path, fingerprint)
@@ -227,6 +237,8 @@ def _last_before_a_gap(folder: Path, fingerprint: Fingerprint, kept: set[int]) -
 
 def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
     """
+    Check that a complete checkpoint belongs to this training.
+
     Raises:
         ValueError: a complete checkpoint belongs to another training.
     """
@@ -239,7 +251,10 @@ def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
 
 
 def _restore_early_stopping(trainer: Any, state: TrainerState) -> EarlyStoppingCallback | None:
-    """Give the trainer's early-stopping callback the counter of a checkpoint, but not its patience; return it."""
+    """
+    Restore the counter of the trainer's early-stopping callback from a checkpoint, but not its patience. Return the
+    callback.
+    """
     saved = state.stateful_callbacks.get(EarlyStoppingCallback.__name__)
     for callback in trainer.callback_handler.callbacks:
         if saved is not None and isinstance(callback, EarlyStoppingCallback):
@@ -249,7 +264,9 @@ def _restore_early_stopping(trainer: Any, state: TrainerState) -> EarlyStoppingC
 
 
 def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
-    """If a checkpoint has all steps of the training, load it, because the trainer would take one more."""
+    """
+    Load a checkpoint if it has all steps of the training, and return whether it has. `trainer.train` would add a step.
+    """
     args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     if args.auto_find_batch_size and state.train_batch_size is not None:
         trainer._train_batch_size = state.train_batch_size  # as the trainer does
@@ -272,10 +289,10 @@ def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
             f"{name}={value}: {checkpoint} has {state.global_step} steps already; raise {name}, or start anew"
         )
     trainer.state = state
-    if not sharded:  # or the files are the result
+    if not sharded:  # with shards, only the files are used
         trainer._load_from_checkpoint(str(checkpoint))
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = checkpoint.parent / Path(state.best_model_checkpoint).name  # the run may have been moved since
+            best = checkpoint.parent / Path(state.best_model_checkpoint).name  # the run's folder may have moved since
             if not is_complete(best):
                 raise InputError(
                     f"load_best_model_at_end=True: {best} has the best weights, and is not complete; bring it back, or "

@@ -1,8 +1,8 @@
 """
-vLLM as the generator of TRL's trainers for a MoE-LoRA adapter that is in training (`use_vllm=True`).
+vLLM as the generator in TRL's trainers while a MoE-LoRA adapter is in training (`use_vllm=True`).
 
-TRL merges an adapter to send vLLM full weights. A MoE-LoRA cannot be merged, and need not be: vLLM serves it as it is,
-so its own tensors are sent, and nothing of the base.
+TRL merges an adapter to send full weights to vLLM. A MoE-LoRA adapter cannot be merged. vLLM serves it unmerged, so
+only the adapter's tensors are sent, none of the base model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ require("trl.generation.vllm_generation.VLLMGeneration")
 
 class AdapterGeneration(vllm_generation.VLLMGeneration):
     """
-    TRL's `VLLMGeneration` for a MoE-LoRA adapter: the engine starts from the adapter's folder, and before it generates
-    for a step it gets the tensors that the adapter's file would hold.
+    TRL's `VLLMGeneration` for a MoE-LoRA adapter. The engine starts from the adapter's folder. Before each step's
+    generation, it gets the tensors of the adapter's file.
     """
 
     model: Any
@@ -43,14 +43,14 @@ class AdapterGeneration(vllm_generation.VLLMGeneration):
         with tempfile.TemporaryDirectory() as folder:
             with gathered(model.parameters()):
                 model.save_pretrained(folder)
-            model.name_or_path = folder  # what TRL gives vLLM; a PEFT model has its base's otherwise
+            model.name_or_path = folder  # TRL passes this name to vLLM; by default it is the base model's
             try:
                 super().__init__(model, accelerator, *args, **kwargs)
             finally:
                 del model.name_or_path
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and values of each tensor, gathered one at a time; all processes must iterate."""
+        """Yield the name and values of each tensor, gathered one at a time. All processes must iterate."""
         state = self.model.state_dict(keep_vars=True)
         saved = get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
         for name, tensor in saved.items():
@@ -63,10 +63,10 @@ class AdapterGeneration(vllm_generation.VLLMGeneration):
 @contextmanager
 def rollouts_of_adapters(trainer: type) -> Iterator[None]:
     """
-    A context manager: inside the block, TRL's trainers that generate by `VLLMGeneration` take the adapter's.
+    Make trainers that generate by TRL's `VLLMGeneration` use `AdapterGeneration` inside the block.
 
     Raises:
-        ValueError: the trainer generates by something else.
+        ValueError: the trainer does not generate by `VLLMGeneration`.
     """
     modules = (sys.modules[base.__module__] for base in trainer.__mro__)
     module = next((module for module in modules if hasattr(module, "VLLMGeneration")), None)

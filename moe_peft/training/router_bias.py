@@ -1,6 +1,6 @@
 """
-Balancing without a loss (Wang et al., 2024, arXiv 2408.15664, algorithm 1): routers choose experts by biased scores
-(`router_bias_update_rate`), and each optimizer step is followed by a step of the biases.
+Balancing without a loss (Wang et al., 2024, arXiv 2408.15664, algorithm 1). Routers choose experts by biased scores
+(`router_bias_update_rate`). After each optimizer step, the biases are updated.
 
 Legend: T tokens, n experts.
 """
@@ -21,20 +21,22 @@ from ..utils.messages import InputError
 
 
 def has_biases(model: nn.Module) -> bool:
-    """Whether an active router chooses experts by biased scores."""
+    """Return whether an active router chooses experts by biased scores."""
     return any(getattr(layer.router, "expert_bias", None) is not None for layer in routed_layers(model))
 
 
 @contextmanager
 def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     """
-    A context manager for training loops of your own: it counts each expert's tokens, without padding, in the forward
-    passes with gradients inside the block. Its value is a function to call after each optimizer step, which raises an
-    expert's bias by `router_bias_update_rate` if the expert got fewer tokens than the mean of its layer, in all passes
-    and processes since the last call, and lowers it if more.
+    Count each expert's tokens inside the block, and yield a function that updates the routers' biases. For custom
+    training loops.
 
-    Called with `remaining=r`, it moves the biases towards 0 instead, which they reach after r such calls with
-    r, r - 1, …, 1: then the routers fold, and the adapter can be exported.
+    Only forward passes with gradients count, without padding. Call the function after each optimizer step. It raises an
+    expert's bias by `router_bias_update_rate` if the expert got fewer tokens than the mean of its layer, and lowers the
+    bias if it got more. The counts are over all passes and processes since the last call.
+
+    Called with `remaining=r`, the function moves the biases towards 0 instead. They reach 0 after r such calls, with
+    r, r - 1, …, 1. Then the routers fold, and the adapter can be exported.
 
     Args:
         model: a model with a MoE-LoRA adapter.
@@ -70,7 +72,7 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
         raise InputError("router_bias_updates: no router has biases; set router_bias_update_rate in MoELoraConfig")
     routers = [layer.router for layer in routed_layers(model)]
     sizes = [router.num_experts for router in routers]
-    counts: torch.Tensor | None = None  # of all layers' experts, one after the other
+    counts: torch.Tensor | None = None  # all layers' experts, concatenated
 
     def count(seen: RoutedPass) -> None:
         nonlocal counts
@@ -90,7 +92,7 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
                 distributed.all_reduce(counts)
             for router, count_N in zip(routers, counts.split(sizes), strict=True):
                 if router.expert_bias is not None:
-                    above_N = count_N.sum() - len(count_N) * count_N  # the mean's distance, times n: in integers, exact
+                    above_N = count_N.sum() - len(count_N) * count_N  # n times (mean - count); exact in integers
                     router.bias_steps.add_(above_N.sign().to(router.bias_steps))
         elif remaining is not None:
             for steps_N in (router.bias_steps for router in routers if router.expert_bias is not None):
@@ -103,10 +105,10 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
 
 class RouterBiasCallback(TrainerCallback):
     """
-    `router_bias_updates` for any `Trainer`; this package's trainers add it themselves where routers have biases.
+    Runs `router_bias_updates` in any `Trainer`. This package's trainers add it themselves if routers have biases.
 
     Args:
-        anneal: the share of the training, at its end, in which the biases go to 0, so that the result can be exported.
+        anneal: share of the training, at its end, for the biases to go to 0, so that the result can be exported.
 
     Raises:
         ValueError: when training begins: no router has biases.
@@ -123,11 +125,11 @@ class RouterBiasCallback(TrainerCallback):
         self.anneal, self._counting = anneal, ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._counting.close()  # of a training that ended with an error
+        self._counting.close()  # from a training that ended with an error
         self._update = self._counting.enter_context(router_bias_updates(model))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        remaining = state.max_steps - state.global_step  # with this one
+        remaining = state.max_steps - state.global_step  # including this step
         self._update(remaining if remaining <= self.anneal * state.max_steps else None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

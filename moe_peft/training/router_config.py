@@ -1,4 +1,4 @@
-"""The fields of the router losses in a trainer's config, and the coefficients that a model's losses have by them."""
+"""Config fields of the router losses, and the coefficients they give a model's losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Stage = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]
 Schedule = Literal["constant", "three_phase", "step_decay"]
 
-# A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
+# One coefficient field per loss in the table. A field without a default may be None, for the model's own coefficient.
 _Coefficients: Any = make_dataclass(
     "_Coefficients",
     [
@@ -39,7 +39,7 @@ _Coefficients: Any = make_dataclass(
     namespace={"__module__": __name__},
 )
 
-# Fields that name one of a few.
+# Fields with a fixed set of values.
 _CHOICES = {
     "router_balancing": (*get_args(Scope), None),
     "training_stage": get_args(Stage),
@@ -51,33 +51,35 @@ _CHOICES = {
 @dataclass
 class RouterLossConfig(_Coefficients):
     """
-    The fields of the router losses, for a config that also inherits from one of TRL's.
+    Fields of the router losses, to combine with a config of TRL's by inheritance.
 
     Each loss of `ROUTER_LOSSES` has a coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
     `router_z_loss_coef`, `router_label_loss_coef`, …
 
     Args:
-        router_balancing: `"layer"` balances each layer; `"global"` pools the tokens of all layers, which in a deep
-            model balances next to nothing. None: `"layer"` for an adapter, transformers' `"global"` for a native MoE.
-        router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
-            rather than in each by itself. Batches that are accumulated stay apart.
-        training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
-            losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
-            To train in two stages, pass the same model to the second trainer.
-        router_learning_rate: the learning rate of the routers, with the schedule of all others; None: the trainer's.
+        router_balancing: `"layer"` balances each layer; `"global"` pools the tokens of all layers, and in a deep model
+            hardly balances at all. None: `"layer"` for an adapter, transformers' `"global"` for a native MoE.
+        router_global_batch: True: the balancing loss counts the loads of all processes together (Qiu et al., 2025).
+            False: each process counts its own loads. Accumulated batches are always counted separately.
+        training_stage: `"joint"` trains all parameters with all losses. `"routers"` trains only the routers, with their
+            losses. `"rest"` trains all other trainable parameters, with frozen routers and without router losses. To
+            train in two stages, pass the same model to the second trainer.
+        router_learning_rate: learning rate of the routers, with the schedule of all other parameters. None: the
+            trainer's learning rate.
         router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
             loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
             `"step_decay"`: the learning rate rises from 0 in the first 1 % of the steps and is multiplied by 0.316 at
             80 % and again at 90 % of them; losses as set (Router Upcycling, section 4.1).
-        router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
-            loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
-        router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, in which
-            the routers' biases go to 0, so that the result can be exported.
-        router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
-            router losses see the logits without this mask, so routers can learn to do without it.
+        router_label_tokens: `"all"` applies the label loss to all real tokens. `"completion"` applies it only to tokens
+            with a language loss (label not -100), e.g. to answers without their prompts. Compliance is logged for the
+            same tokens.
+        router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, for the
+            routers' biases to go to 0, so that the result can be exported.
+        router_label_mask: restrict tokens to the experts of their label, in training and in evaluation. The router
+            losses use the logits without this mask, so routers can learn to do without it.
 
     Raises:
-        ValueError: fields contradict each other, or no loss trains what should be trained.
+        ValueError: fields contradict each other, or the stage has no loss to train its parameters.
 
     Example:
 
@@ -148,7 +150,7 @@ class RouterLossConfig(_Coefficients):
                     )
 
     def _trains_routers(self, name: str) -> bool:
-        """Whether a loss counts in the stage of routers alone."""
+        """Return whether a loss trains the routers in the stage "routers"."""
         loss = ROUTER_LOSSES[name]
         labeled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
         return labeled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
@@ -159,7 +161,7 @@ class RouterLossConfig(_Coefficients):
 
 def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
     """
-    The coefficient of each loss of `ROUTER_LOSSES`.
+    Return the coefficient of each loss of `ROUTER_LOSSES`.
 
     Args:
         args: a config with the fields of `RouterLossConfig`.
@@ -190,7 +192,7 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
         adapters = {layer.adapter for layer in layers if isinstance(layer, AdapterLayer)}
         if constant:
             coefficients["aux"] = 0.0
-        elif adapters and not is_installed(base_model(model)):  # on a MoE, whose coefficient is for its own routers
+        elif adapters and not is_installed(base_model(model)):  # a MoE base's own coefficient is for its own routers
             coefficients["aux"] = max(model.peft_config[name].router_aux_loss_coef for name in adapters)
         else:
             coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
@@ -203,18 +205,23 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
 
 
 def is_reentrant(args: Any) -> bool:
-    """Whether layers run again inside the backward pass, without gradients in the first one."""
+    """
+    Return whether checkpointed layers run without gradients in the forward pass, and again inside the backward pass.
+    """
     return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
 
 
 def trains_adapter(arguments: Iterable[Any]) -> bool:
-    """Whether a trainer with these arguments trains a MoE-LoRA adapter."""
+    """Return whether a trainer with these arguments trains a MoE-LoRA adapter."""
     configs = [c for arg in arguments for c in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])]
     return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
 def warn_of_top_1(layers: Iterable[RoutedLayer]) -> None:
-    """A native gate that is divided by itself is 1 whatever its router says; those of adapters pass a gradient on."""
+    """
+    Warn if a native gate with one expert per token is divided by itself: it is always 1, so routers get no gradient
+    from the model's loss. Adapters' gates pass a gradient on.
+    """
     if any(layer.top_k == 1 and not layer.learns_at_top_1 for layer in layers):
         logger.warning(
             "num_experts_per_tok=1: the only gate of a token is divided by itself, so routers learn from the balancing "

@@ -3,7 +3,7 @@ Router losses for any TRL trainer, for a MoE-LoRA adapter or a native transforme
 
     class MoEDPOTrainer(RouterLossesMixin, DPOTrainer): ...
 
-with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same way. The table
+Its config inherits from `RouterLossConfig` and `DPOConfig` in the same way. The table
 `moe_peft.routing.losses.ROUTER_LOSSES` lists the losses; each has its own coefficient field and log entry.
 
 T tokens of all passes, n experts, L layers with routers.
@@ -39,31 +39,34 @@ from .schedule import FACTORS, phase_at
 from .trainable import freeze_for_stage, give_rate
 from .training_card import ModelCardMixin
 
-Sum = tuple[torch.Tensor, torch.Tensor]  # of values, and how many they are
+Sum = tuple[torch.Tensor, torch.Tensor]  # sum of values, and their number
 
 
 class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a
-    `RouterLossConfig`; a trainer's plain config gets its fields with their defaults.
+    `RouterLossConfig`. A trainer's plain config gets these fields with their defaults.
 
-    The load is what routers did since the last log, masks and dropped slots included; `load_cv_by_chance` is the
-    variation that even routing of as many tokens would have, `dead_experts` the share of experts that get next to
-    nothing. Per-token losses are averaged over all real tokens of an optimizer step (the label loss over those that
-    `router_label_tokens` names), whatever the number of accumulation steps and processes; if a trainer's batches hold
-    no token ids, over those of each micro-batch. The balancing loss is not a mean over tokens: as in TRL, it is
-    computed for each micro-batch and averaged; with `router_global_batch`, for those of all processes together. If a
-    trainer runs the model several times for one loss, only the passes with gradients count. What it saves has the card
-    of `ModelCardMixin`.
+    The load counts the routers' choices since the last log, after masks and dropped slots. `load_cv_by_chance` is the
+    variation of as many random, even assignments. `dead_experts` is the share of experts with next to no tokens.
+
+    Per-token losses are averaged over all real tokens of an optimizer step, for any number of accumulation steps and
+    processes; the label loss over the tokens of `router_label_tokens`. If a trainer's batches hold no token ids, the
+    average is over the tokens of each micro-batch. The balancing loss is not a mean over tokens. As in TRL, it is
+    computed for each micro-batch and averaged; with `router_global_batch`, it is computed for the micro-batches of all
+    processes together.
+
+    If a trainer runs the model several times for one loss, only the passes with gradients count. Saved models have the
+    card of `ModelCardMixin`.
 
     Args:
         kwargs: the trainer's arguments; put this class before the trainer's among the bases.
 
     Raises:
-        ValueError: the model has no routers, nothing is left to train, or `use_vllm` with an adapter in a trainer that
-            would merge it.
-        RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
+        ValueError: the model has no routers, no parameter is left to train, or `use_vllm` with an adapter in a trainer
+            that would merge it.
+        RuntimeError: the trainer computes its loss without `compute_loss`, like TRL's `OnlineDPOTrainer`.
 
     Example:
 
@@ -100,7 +103,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
                 f"{type(self).__name__}: {type(base).__name__} is an encoder-decoder, whose routers see other tokens "
                 "in each half; train it with a trainer that adds no losses of routers"
             )
-        # Beside a MoE's own routers, the config's fields and the balancing loss stay theirs.
+        # An adapter on a MoE leaves the config's fields and the balancing loss to the MoE's own routers.
         self._owns_fields = router_outputs.is_installed(base) or any(isinstance(x, NativeLayer) for x in layers)
         self._sizes, self._ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
         self._routers = [layer.router for layer in layers]
@@ -115,13 +118,16 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._added = False  # whether the current step's loss includes the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
-        self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
-        self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
+        self._step_tokens: torch.Tensor | None = None  # None: count per micro-batch
+        self._step_label_tokens: torch.Tensor | None = None  # step tokens with a label loss
 
     def _check_rate(self) -> None:
         """
+        Check that the routers' learning rate can be applied.
+
         Raises:
-            ValueError: the optimizer, or the schedule, is not made here, and would not have the routers' learning rate.
+            ValueError: the optimizer or the schedule is not created here, so it would not have the routers' learning
+                rate.
         """
         if (rate := self.args.router_learning_rate) is None:
             return
@@ -133,7 +139,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             raise InputError(f"{field}: does not apply to an optimizer of your own; give its groups an lr")
 
     def _balance_by_bias(self) -> None:
-        """Add what moves the routers' biases, if they have some and are trained."""
+        """Add the callback for the routers' biases, if they have biases and are trained."""
         anneal, callbacks = self.args.router_bias_anneal, self.callback_handler.callbacks  # type: ignore[attr-defined]
         if not has_biases(self.model):
             if anneal:
@@ -143,33 +149,39 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def load_warning(self) -> str:
         """
-        What is wrong with the load of the tokens of the last log, or of those since then, and what to try; "" if
-        nothing is (see `moe_peft.routing.LoadHealth`), or if labels ask for uneven loads.
+        Return a warning about the experts' load with a remedy, or "" if the load is fine or labels ask for uneven
+        loads.
+
+        The load is of the tokens since the last log; without such tokens, of the last log (see
+        `moe_peft.routing.LoadHealth`).
         """
         health = self._log_of_routers.load_health()
         return "" if health is None or self._allowed is not None else health.warning
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also what routers did in training since the last log."""
+        """Log, and in training add the routers' statistics since the last log."""
         if self.model.training:
             self._log_of_routers.add_to(logs)
         trainer: Any = super()
         trainer.log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Also what routers did with this set, among its metrics."""
+        """Evaluate, and add the routers' statistics on this dataset to the metrics."""
         trainer: Any = super()
         output = trainer.evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._log_of_routers.add_to(output.metrics, f"{metric_key_prefix}_")
         return output
 
     def _keep_frozen(self) -> None:
-        """Freeze again what PEFT has unfrozen: it does so when adapters are disabled, e.g. for a reference pass."""
+        """
+        Freeze again the parameters that PEFT has unfrozen. PEFT does so when adapters are disabled, e.g. for a
+        reference pass.
+        """
         for parameter in self._frozen:
             parameter.requires_grad_(False)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """With parameter groups of their own for the routers, if they have a learning rate of their own."""
+        """Create the optimizer, with separate parameter groups for the routers if they have their own learning rate."""
         trainer: Any = super()
         self._keep_frozen()
         is_new, rate = self.optimizer is None, self.args.router_learning_rate
@@ -182,13 +194,13 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         trainer: Any = super()
         factor = FACTORS.get(self.args.router_schedule)
         if factor is not None and self.lr_scheduler is None:
-            by_step = partial(factor, steps=num_training_steps)  # without a state, which resuming would restore
+            by_step = partial(factor, steps=num_training_steps)  # a partial has no state for resuming to restore
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, by_step)
             self._created_lr_scheduler = True
         return trainer.create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Also counts the real tokens of the coming optimizer step, over all its batches and processes."""
+        """Get the batches of the next optimizer step, and count its real tokens over all batches and processes."""
         trainer: Any = super()
         samples, items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
         counts = [self._token_counts(batch) for batch in samples]
@@ -199,17 +211,23 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         return samples, items
 
     def _token_counts(self, batch: Any) -> torch.Tensor | None:
-        """Real tokens of a batch and those with a label loss, [2]; None for a batch without token ids."""
+        """
+        Return a batch's numbers of real tokens and of tokens with a label loss, [2]. None for a batch without token
+        ids.
+        """
         mask = real_tokens(batch)
         return None if mask is None else torch.stack([mask.sum(), self._label_tokens(batch, mask).sum()])
 
     def _label_tokens(self, inputs: Any, mask: torch.Tensor) -> torch.Tensor:
-        """Those of the real tokens with a label loss."""
+        """Return the mask of real tokens with a label loss."""
         completion = completion_tokens(inputs) if self.args.router_label_tokens == "completion" else None
         return mask if completion is None else mask * completion.to(mask.device).view_as(mask)
 
     def _masked(self, inputs: Any) -> AbstractContextManager:
-        """Inside this block, tokens go to the experts of their label only, if the config says so; padding to any."""
+        """
+        Restrict tokens to the experts of their label inside the block, if the config says so. Padding may go to any
+        expert.
+        """
         labels = inputs.get(COLUMN) if self.args.router_label_mask else None
         if labels is None or self._allowed is None:
             return nullcontext()
@@ -233,7 +251,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         trainer: Any = super()
-        # The trainer's own loss, with the routing of all passes that it makes observed.
+        # Compute the trainer's own loss, and record the routing of all its passes.
         inputs = dict(inputs)
         masked = self._masked(inputs)
         token_labels = inputs.pop(COLUMN, None)
@@ -246,11 +264,11 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             )
         self._keep_frozen()  # checkpointed layers run again in the backward pass
         loss, *rest = result if return_outputs else (result,)
-        # It does not count in the stage of routers.
-        if self.args.training_stage == "routers":  # with its graph, where routers get gradients as layers run again
+        # The stage "routers" has no language loss.
+        if self.args.training_stage == "routers":  # keep its graph if routers get gradients as layers run again
             loss = (loss if is_reentrant(self.args) else loss.detach()) * 0
-        # Of several passes, such as those of a policy and a reference, the ones that train count; in an evaluation the
-        # first of the batch itself, as KTO's first one is of other rows.
+        # Of several passes, such as of a policy and a reference, count the passes with gradients. In an evaluation,
+        # count the first pass on the batch's own tokens: KTO's first pass reads other rows.
         counted = [seen for seen in passes if seen.trains]
         if not counted and len(passes) > 1:
             counted = [seen for seen in passes if _is_of(seen, inputs)][:1]
@@ -261,8 +279,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
                 "compiled model before training begins"
             )
         if len(counted) > 1:
-            self._step_tokens = self._step_label_tokens = None  # they count the tokens of one pass
-        # The losses of the routers, added and logged.
+            self._step_tokens = self._step_label_tokens = None  # they count one pass's tokens
+        # Add and log the router losses.
         batch = self._router_batch(counted, token_labels, inputs)
         loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
         self._log_of_routers.note_load(counted, batch.mask)
@@ -270,33 +288,35 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         return (loss, *rest) if return_outputs else loss
 
     def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None, inputs: Any) -> RouterBatch:
-        """The inputs of the losses: the tokens of all passes, concatenated."""
-        # Each layer's logits and the mask, one pass after the other.
+        """Return the inputs of the router losses: the tokens of all passes, concatenated."""
+        # Concatenate each layer's logits and the mask over the passes.
         device = passes[0].router_logits[0].device  # layers may be on different ones
         logits_LTN = torch.cat([stacked(seen.router_logits) for seen in passes], dim=1)
         mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
-        # What labels say of the tokens, if there are some.
+        # Look up each token's allowed experts, if there are labels.
         allowed_TN = label_mask_T = None
         if token_labels is not None and self._allowed is not None:
             labels_T = token_labels.flatten().to(device)
             mask_T = mask_T * (labels_T != NO_LABEL)
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
-        # How loads are balanced.
+        # Choose how to balance the loads.
         scope: Scope = self.args.router_balancing or self._default_balancing
         chosen = counted_experts(self._routers, logits_LTN, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
         return RouterBatch(logits_LTN, mask_T, self._ks[0], scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
 
     def _logged(self, name: str) -> str:
-        """A loss's name in the log. That of the balancing loss is TRL's, unless the model has one of its own."""
+        """
+        Return a loss's name in the log. The balancing loss has TRL's name, unless the model has its own balancing loss.
+        """
         return "aux_loss" if name == "aux" and self._owns_fields else f"router_{name}_loss"
 
     def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]
 
     def _with_router_losses(self, loss: torch.Tensor, batch: RouterBatch, of_step: bool) -> torch.Tensor:
-        """Add the losses that the stage trains with, and log them."""
+        """Add the losses of the training stage, and log them."""
         token_scale, batch_scale = self._scales(of_step)
         noted: dict[str, Sum] = {}
         for name, entry in ROUTER_LOSSES.items():
@@ -305,8 +325,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             if (entry.needs_labels and batch.allowed is None) or not (counts or entry.always_logged):
                 continue
             value = entry.function(batch)
-            # Means over the tokens of the whole step, or of the micro-batch.
-            if value.dim():  # one per token
+            # Average over the tokens of the whole step, or of the micro-batch.
+            if value.dim():  # one value per token
                 mask_T, step_tokens = batch.mask, self._step_tokens
                 if entry.needs_labels and batch.label_mask is not None:
                     mask_T, step_tokens = batch.label_mask, self._step_label_tokens
@@ -328,9 +348,11 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def _scales(self, of_step: bool) -> tuple[float, float]:
         """
-        How this micro-batch's losses become those of the optimizer step: a factor for sums over tokens, which are over
-        the step's tokens, and one for losses of a micro-batch. DDP averages over processes; unless the loss is
-        `of_step`, the trainer averages over the accumulation steps.
+        Return two factors that turn this micro-batch's losses into its share of the optimizer step's loss.
+
+        The first is for losses summed over tokens and divided by the step's number of tokens, the second for losses of
+        a whole micro-batch. DDP averages over processes. Unless the loss is `of_step`, the trainer averages over
+        accumulation steps.
         """
         if not self.model.training:
             return 1.0, 1.0
@@ -341,18 +363,18 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         return float(self.accelerator.num_processes) * (1 if of_step else steps), batch_scale  # type: ignore[attr-defined]
 
     def _coefficient(self, name: str) -> float:
-        """A loss's coefficient at the current step."""
+        """Return a loss's coefficient at the current step."""
         coefficient = self._coefficients[name]
         if self.args.router_schedule != "three_phase" or self.state.max_steps <= 0:  # type: ignore[attr-defined]
             return coefficient
         if not self.model.training:
-            return coefficient  # or the losses of two phases could not be compared
+            return coefficient  # keeps evaluation losses comparable between phases
         return coefficient * ROUTER_LOSSES[name].phases[phase_at(self.state.global_step, self.state.max_steps)]  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _without_balancing(config: Any) -> Iterator[None]:
-    """The model adds no balancing loss of its own."""
+    """Keep the model from adding its own balancing loss inside the block."""
     before, config.output_router_logits = getattr(config, "output_router_logits", False), False
     try:
         yield
@@ -361,7 +383,7 @@ def _without_balancing(config: Any) -> Iterator[None]:
 
 
 def _is_of(seen: RoutedPass, inputs: Mapping[str, Any]) -> bool:
-    """Whether a pass read a batch's own tokens."""
+    """Return whether a pass read the batch's own tokens."""
     ids = inputs.get("input_ids")
     return seen.input_ids is not None and isinstance(ids, torch.Tensor) and torch.equal(seen.input_ids, ids)
 
@@ -370,31 +392,31 @@ def _is_of(seen: RoutedPass, inputs: Mapping[str, Any]) -> bool:
 
 
 def token_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> Sum:
-    """The sum over the tokens that count, and their number."""
+    """Return the sum over the tokens of the mask, and their number."""
     return (values_T * mask_T).sum(), mask_T.sum()
 
 
 class RouterLog:
     """
-    What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes. Sums
-    stay on the device, which is waited for once a log.
+    Statistics of a trainer's routers for its log: means over all tokens since the last log, of all batches and
+    processes. Sums stay on the device, so the CPU waits for it only once per log.
 
     Args:
-        trainer: the trainer, whose `log` calls `add_to`.
+        trainer: the trainer; its `log` calls `add_to`.
         sizes: each router's n.
     """
 
     def __init__(self, trainer: Any, sizes: Sequence[int]) -> None:
         self.trainer, self.sizes = trainer, sizes
-        # In training and in evaluation: of values and of what they are about, [2] by name; of a layer's assignments and
-        # tokens, [L, n + 1].
+        # Both by mode, True in training and False in evaluation. `_sums`: name → a sum of values and their number, [2].
+        # `_loads`: each layer's number of assignments per expert, then of tokens, [L, n + 1].
         self._sums: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
         self._loads: dict[bool, torch.Tensor] = {}
         self._last_health: LoadHealth | None = None
 
     @torch.no_grad()
     def note(self, noted: Mapping[str, Sum]) -> None:
-        """Values of one batch, by name."""
+        """Add the values of one batch, by name."""
         sums = self._sums[self.trainer.model.training]
         device = next(iter(noted.values()))[0].device
         batch = torch.stack([part.detach().to(device).float() for pair in noted.values() for part in pair]).view(-1, 2)
@@ -403,7 +425,7 @@ class RouterLog:
 
     @torch.no_grad()
     def note_load(self, passes: Sequence[RoutedPass], mask_T: torch.Tensor) -> None:
-        """How evenly the experts were used."""
+        """Add the experts' loads in these passes."""
         by_layer = zip(*(seen.chosen for seen in passes), strict=True)
         chosen_LTN = torch.stack([
             torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer]) for of_layer in by_layer
@@ -415,7 +437,10 @@ class RouterLog:
         self._loads[training] = self._loads[training] + load if training in self._loads else load
 
     def add_to(self, logs: dict[str, float], prefix: str = "") -> None:
-        """Put the means since the last call into a log of training; with a prefix, into an evaluation's metrics."""
+        """
+        Add the means since the last call to a training log or, with a prefix, to an evaluation's metrics. Then start
+        anew.
+        """
         training = not prefix
         health, values = self._load_health(training), {}
         if sums := self._sums[training]:
@@ -433,7 +458,7 @@ class RouterLog:
         self._loads.pop(training, None)
 
     def load_health(self) -> LoadHealth | None:
-        """The health of the load in training, for the tokens since the last log, or else for those that it covered."""
+        """Return the health of the training load since the last log, or, without new tokens, of the last log."""
         return self._load_health(True) or self._last_health
 
     def _load_health(self, training: bool) -> LoadHealth | None:
@@ -443,5 +468,5 @@ class RouterLog:
         return load_health(load[:, :-1].double(), self.sizes, float(load[0, -1]))
 
     def _of_all(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums over all processes, on the CPU."""
+        """Sum over all processes. The result is on the CPU."""
         return self.trainer.accelerator.reduce(sums, "sum").cpu()

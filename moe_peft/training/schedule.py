@@ -1,4 +1,4 @@
-"""How many steps a training has, and the phases of the router schedules."""
+"""Number of steps of a training, and the phases of the router schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..utils.messages import InputError
 
 
 def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, float]:
-    """The optimizer steps that `Trainer` takes, and the rows that it reads in them."""
+    """Return the number of `Trainer`'s optimizer steps, and the number of rows it reads in them."""
     batch, accumulated = args.per_device_train_batch_size * processes, args.gradient_accumulation_steps
     in_epoch, usable = steps_in_epoch(rows, batch, accumulated, args.dataloader_drop_last)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
@@ -21,12 +21,12 @@ def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, flo
 
 def steps_in_epoch(rows: int, batch: int, accumulated: int, drop_last: bool) -> tuple[int, int]:
     """
-    `Trainer`'s optimizer steps in a pass over the data, and the rows that it reads: it begins a step with each pass.
+    Return the number of `Trainer`'s optimizer steps in an epoch, and of rows it reads. Each epoch begins a new step.
 
     Args:
         batch: rows of one batch of all processes.
         accumulated: batches of a step.
-        drop_last: whether the last batch is left out if it is not full.
+        drop_last: whether an incomplete last batch is left out.
     """
     batches = rows // batch if drop_last else -(-rows // batch)
     if drop_last and not batches:
@@ -40,11 +40,11 @@ def steps_in_epoch(rows: int, batch: int, accumulated: int, drop_last: bool) -> 
 # --- router schedules ------------------------------------------------------------------------------------------------
 
 PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the steps
-LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses are in `routing.losses.ROUTER_LOSSES`
+LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; for the losses' factors see `routing.losses.ROUTER_LOSSES`
 
 
 def phase_at(step: int, steps: int) -> int:
-    """The phase (0, 1 or 2) that a step of `steps` belongs to."""
+    """Return the phase (0, 1 or 2) of a step among `steps`."""
     return next((i for i, end in enumerate(PHASE_ENDS) if step < end * steps), len(PHASE_ENDS) - 1)
 
 
@@ -57,12 +57,12 @@ def _step_decay(step: int, steps: int) -> float:
     return (min(1.0, step / warm_up) if warm_up else 1.0) * 0.316 ** sum(step >= end * steps for end in (0.8, 0.9))
 
 
-# By `router_schedule`: the learning rate's factor at a step, given the number of steps.
+# `router_schedule` → the learning rate's factor at a step, given the number of steps.
 FACTORS = {"three_phase": _three_phases, "step_decay": _step_decay}
 _NAMES = {"three_phase": "in three phases", "step_decay": "with step decay"}
 
 
 def schedule_name(args: SFTConfig) -> str:
-    """The learning rate's schedule in words."""
+    """Describe the learning rate's schedule in words."""
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     return _NAMES.get(getattr(args, "router_schedule", ""), schedule)

@@ -28,13 +28,13 @@ _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 @contextmanager
 def fused_lm_head(model: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Iterator[None]:
     """
-    Inside this block, a model has TRL's fused head; afterwards it gets back its own forward, which a trainer may need.
+    Give a model TRL's fused head inside the block. Then restore its own forward, which a trainer may need.
 
     Args:
         outputs: see `trl.trainer.utils.add_fused_lm_head`.
     """
     base = base_model(model)
-    forward = base.__dict__.get("forward")  # of a trainer's head, for example
+    forward = base.__dict__.get("forward")  # e.g. set by a trainer
     _add_fused_lm_head(base, outputs=outputs)
     try:
         yield
@@ -55,19 +55,19 @@ def to_device(model: Any) -> None:
 def example_losses(
     model: Any, dataset: Dataset, collator: Collator, rows: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss [S] and number of scored tokens [S] of every example, see `example_answers`."""
+    """Return the summed loss [S] and the number of scored tokens [S] of every example, see `example_answers`."""
     scored = example_answers(model, dataset, collator, rows)
     return scored.losses, scored.counts
 
 
 class Answers(NamedTuple):
     """
-    What a model makes of examples.
+    A model's results on examples.
 
     Args:
-        losses: the sum over an example's scored tokens, float64 [S].
-        counts: how many they are, int64 [S].
-        right: whether each of them is the most probable one after those before it, so that greedy decoding gives
+        losses: sum of the loss over an example's scored tokens, float64 [S].
+        counts: number of scored tokens, int64 [S].
+        right: True if each scored token is the most probable after the tokens before it, so that greedy decoding gives
             exactly this answer, bool [S].
     """
 
@@ -76,20 +76,20 @@ class Answers(NamedTuple):
     right: torch.Tensor
 
     def of(self, indices: Sequence[int]) -> Answers:
-        """Those of some examples."""
+        """Select the results of some examples."""
         return Answers(*(values[list(indices)] for values in self))
 
 
 @torch.no_grad()
 def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int = 8) -> Answers:
     """
-    Summed loss, number of scored tokens and exact answers of every example. Several processes share the work.
+    Compute the summed loss, number of scored tokens and exact answers of every example. Processes share the work.
 
     Args:
         model: a model of transformers or PEFT; it is moved to this process's device.
         dataset: tokenized, with `input_ids` and `labels`, as `training.preparation.tokenized` returns it.
-        collator: makes batches of its rows.
-        rows: of a forward pass.
+        collator: makes batches of the dataset's rows.
+        rows: rows per forward pass.
     """
     starts = list(range(0, len(dataset), rows))
     state = PartialState()
@@ -103,12 +103,12 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
             inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             log_probs, is_top1, mask = _of_labels(model, inputs, fused)
-            # Sums in float64, which not all devices have.
+            # Sum in float64 on the CPU; not all devices have float64.
             losses_B, counts_B = -log_probs.cpu().double().sum(-1), mask.sum(-1)
             right_B = ~((is_top1 == 0) & mask).any(-1)
             scored.append((start, losses_B.tolist(), counts_B.tolist(), right_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
-            # Sharded weights are gathered by all processes at once, so one that has a batch fewer runs one of padding.
+            # All processes gather sharded weights at once, so a process with a batch fewer runs a batch of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
             _of_labels(model, {name: value.to(state.device) for name, value in padding.items()}, fused)
     if state.num_processes > 1:
@@ -120,12 +120,15 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
 
 
 def _head_is_adapted(model: Any) -> bool:
-    """Whether there is an adapter on the head, whose weight alone TRL's fused head reads."""
+    """Return whether there is an adapter on the head. TRL's fused head reads only the head's weight."""
     return isinstance(base_model(model).get_output_embeddings(), BaseTunerLayer)
 
 
 def _of_labels(model: Any, inputs: dict[str, torch.Tensor], fused: bool) -> tuple[torch.Tensor, ...]:
-    """By token: the label's log probability, or 0; whether it is the most probable token; whether there is one."""
+    """
+    Return per token: the label's log probability, or 0; whether it is the most probable token; whether there is a
+    label.
+    """
     if fused:
         outputs = model(**inputs, fused_lm_head=True)
         return outputs.log_probs, outputs.is_top1, outputs.label_mask
@@ -137,17 +140,17 @@ def _of_labels(model: Any, inputs: dict[str, torch.Tensor], fused: bool) -> tupl
 
 
 def loss_name(domain: str) -> str:
-    """What a domain's loss is called beside `"mean"`, the loss of all."""
+    """Return the name of a domain's loss, distinct from `"mean"`, the loss of all domains."""
     return "mean (domain)" if domain == "mean" else domain
 
 
 def mean_loss(losses_S: torch.Tensor, counts_S: torch.Tensor, source: str) -> float:
     """
-    The mean loss per scored token of examples.
+    Return the mean loss per scored token.
 
     Args:
         losses_S, counts_S: as `example_losses` returns them.
-        source: names the examples in the message.
+        source: names the examples in messages.
     """
     if not counts_S.any():
         raise InputError(

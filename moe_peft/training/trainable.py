@@ -1,4 +1,4 @@
-"""Which parameters are trained, by stage, and in which dtype."""
+"""Choose the trained parameters, by stage, and their dtype."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 from ..utils.messages import InputError
 
-_NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
+_NOTE = "_moe_stage"  # parameters frozen by the last stage, noted on the model for the next stage's trainer
 
 
 def unfreeze_stage(model: nn.Module, routers: Mapping[str, nn.Parameter]) -> None:
-    """Make trainable again what an earlier stage froze."""
+    """Unfreeze the parameters that an earlier stage froze."""
     before = model.__dict__.pop(_NOTE, None)
     for name, parameter in model.named_parameters():
         if before is not None and (name in before["names"] or (before["routers"] and name in routers)):
@@ -22,8 +22,8 @@ def unfreeze_stage(model: nn.Module, routers: Mapping[str, nn.Parameter]) -> Non
 
 def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str) -> list[nn.Parameter]:
     """
-    Freeze the parameters that the stage does not train: for "routers" all but the routers, for "rest" the routers.
-    Parameters that an earlier stage froze become trainable again.
+    Freeze the parameters that the stage does not train: all but the routers for "routers", the routers for "rest".
+    First unfreeze the parameters of an earlier stage.
 
     Args:
         model: the model to train.
@@ -50,13 +50,16 @@ def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stag
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
-    """Make these parameters trainable, and no others."""
+    """Make only these parameters trainable."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
 
 
 def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter], rate: float) -> list[int]:
-    """Give routers a learning rate of their own, in groups that otherwise copy those that they were in: which."""
+    """
+    Move routers to optimizer groups with learning rate `rate`, otherwise copies of their old groups. Return the
+    indices.
+    """
     ids = {id(parameter) for parameter in routers}
     trained = [(group, [p for p in group["params"] if id(p) in ids]) for group in optimizer.param_groups]
     if not any(own for _, own in trained):
@@ -71,13 +74,13 @@ def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter],
             optimizer.add_param_group({**group, "params": own, "lr": rate})
         elif own:
             group["lr"] = rate
-    # DeepSpeed drops empty groups, which would move the others.
+    # Remove empty groups: DeepSpeed would drop them, and so shift the indices.
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return [i for i, group in enumerate(optimizer.param_groups) if any(id(p) in ids for p in group["params"])]
 
 
 def on_quantized(model: nn.Module) -> nn.Module:
-    """An adapter on a quantized base, with its trainable parameters in bfloat16, which is how TRL trains them."""
+    """Convert the trainable parameters of an adapter on a quantized base model to bfloat16, as TRL does."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)

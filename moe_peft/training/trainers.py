@@ -1,8 +1,8 @@
 """
 `MoESFTTrainer` and `MoEDPOTrainer`: TRL's trainers with router losses, for MoE-LoRA adapters and native MoEs.
 
-Label-supervised routing: each example has a label (such as its domain), `expert_map` says which experts may serve it,
-and routers learn to choose among those, or are given no others to choose from.
+Label-supervised routing: each example has a label (such as its domain), and `expert_map` lists the experts of each
+label. Routers learn to choose among these experts, or can choose no others.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
     `SFTConfig` with the fields of `RouterLossConfig` and labels.
 
     Args:
-        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`, whose fields this config has, and
+        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig` for the fields of router losses, and
             `SFTConfig` for all others.
-        label_column: the column of the data that holds the labels.
-        expert_map: label → experts that may serve it: their indices, or masks with 0 or 1 for every expert (see
+        label_column: the data's column with the labels.
+        expert_map: label → its experts: their indices, or masks with 0 or 1 for every expert (see
             `moe_peft.routing.read_expert_map`). Labels are compared as text.
 
     Raises:
@@ -72,17 +72,17 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
 class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     """
-    `SFTTrainer` with router losses; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
-    no field of `MoESFTConfig` is needed.
+    `SFTTrainer` with router losses; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if no
+    field of `MoESFTConfig` is needed.
 
     Args:
-        model: a model with or without an adapter, or the name of one.
-        args: how to train.
+        model: a model with or without an adapter, or its name.
+        args: training arguments.
         kwargs: the other arguments of `SFTTrainer`, such as `train_dataset` and `peft_config`.
 
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
-            lacks; an adapter would not fit its base with the tokens of `chat_template_path`.
+            lacks; an adapter would not fit its base model with the tokens of `chat_template_path`.
 
     Example:
 
@@ -131,7 +131,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
-        """TRL's preparation; before packing, each row's label is repeated for its tokens."""
+        """Prepare a dataset as TRL does. Before packing, repeat each row's label for its tokens."""
         column = args.label_column
         if column is None:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
@@ -158,12 +158,12 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
 
 
 def _check_template(model: Any, args: MoESFTConfig, others: Sequence[Any]) -> None:
-    """Raise where another tokenizer's chat template would leave a MoE-LoRA adapter that does not fit its base."""
+    """Raise if another tokenizer's chat template would give a MoE-LoRA adapter that does not fit its base model."""
     if args.chat_template_path is None or not trains_adapter((model, *others)):
         return
     config = read_config(model, f"model={model!r}") if isinstance(model, str) else model.config
     tokenizer = next((other for other in others if isinstance(other, PreTrainedTokenizerBase)), None)
-    if tokenizer is None:  # TRL's choice then
+    if tokenizer is None:  # then TRL's choice
         tokenizer = read_tokenizer(config.name_or_path, "processing_class=None")
     change = changed_embeddings(args.chat_template_path, "chat_template_path", tokenizer, config)
     if change is not None:
@@ -171,7 +171,7 @@ def _check_template(model: Any, args: MoESFTConfig, others: Sequence[Any]) -> No
 
 
 def _experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
-    """Label → the indices of its experts in a model."""
+    """Return label → indices of its experts."""
     sizes = [layer.num_experts for layer in routed_layers(model, "MoESFTTrainer")]
     expert_map = read_expert_map(args.expert_map or {}, max(sizes), "expert_map")
     for label, experts in expert_map.items():
@@ -188,8 +188,10 @@ def _experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
 
 def check_padding(pad_to_multiple_of: int | None, unmarked: bool) -> None:
     """
+    Raise for padding that nothing marks: routers would be trained on it.
+
     Args:
-        unmarked: whether rows are packed, and no labels say which tokens are real.
+        unmarked: True if rows are packed, and no labels mark the real tokens.
     """
     if pad_to_multiple_of and unmarked:
         raise InputError(
@@ -199,7 +201,7 @@ def check_padding(pad_to_multiple_of: int | None, unmarked: bool) -> None:
 
 
 def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:
-    """The trainer's config: a plain `SFTConfig` is converted, None gives the defaults."""
+    """Return the trainer's config: a plain `SFTConfig` is converted, None gives the defaults."""
     if args is None:
         return MoESFTConfig()
     if isinstance(args, MoESFTConfig):
@@ -216,7 +218,7 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
     `DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped.
 
     Args:
-        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`; all others are those of `DPOConfig`.
+        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`, and `DPOConfig` for all others.
 
     Example:
 
@@ -234,9 +236,9 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     `DPOTrainer` with router losses; see `MoEDPOConfig` and `RouterLossesMixin`.
 
     Args:
-        model: a model with or without an adapter, or the name of one.
-        ref_model: the reference model; None, without an adapter: a copy of `model`, where TRL would load the checkpoint
-            that its config names.
+        model: a model with or without an adapter, or its name.
+        ref_model: the reference model. None, without an adapter: a copy of `model`; TRL would load the checkpoint named
+            in its config.
         kwargs: the other arguments of `DPOTrainer`, such as `args`, `train_dataset` and `peft_config`.
 
     Example:
@@ -265,7 +267,7 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
 
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any) -> None:
         without_adapter = isinstance(model, PreTrainedModel) and kwargs.get("peft_config") is None
-        # TRL precomputes with the policy itself, before it trains; a copy of a model that ZeRO-3 has sharded is empty.
+        # TRL precomputes with the policy itself, before training. A copy of a model sharded by ZeRO-3 would be empty.
         precomputes = getattr(args, "precompute_ref_log_probs", False)
         if ref_model is None and without_adapter and not precomputes and not any(map(is_sharded, model.parameters())):
             ref_model = _copied(model)
@@ -274,7 +276,7 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model with its class's forward, which an earlier trainer may have patched."""
+    """Copy a model with its class's forward; an earlier trainer may have patched the model's forward."""
     forward = model.__dict__.pop("forward", None)
     try:
         return copy.deepcopy(model)

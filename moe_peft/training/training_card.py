@@ -1,4 +1,4 @@
-"""Trainers whose folders have a model card that leads with loading, and says what the training was."""
+"""Model cards of trained models: how to load the model, and how it was trained."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .schedule import schedule_name
 class ModelCardMixin(FiniteWeightsMixin):
     """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
 
-    earlier: Mapping[str, Sequence[str]] = {}  # `card_facts` of what this training begins with
-    _best_step: int | None = None  # whose weights the model has, instead of the last one's
+    earlier: Mapping[str, Sequence[str]] = {}  # `card_facts` of the model that this training begins with
+    _best_step: int | None = None  # step of the model's weights, if not the last step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir)
         card = folder / "README.md"
         if self.args.should_save and card.is_file() and load_card(card) is None:
-            card.replace(f"{card}.unreadable")  # PEFT, which updates it, would not save the adapter
+            card.replace(f"{card}.unreadable")  # PEFT updates the card, and would fail to save the adapter
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             self.write_card(folder)
@@ -38,11 +38,12 @@ class ModelCardMixin(FiniteWeightsMixin):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """
-        The card of `args.output_dir`, once a model has been saved there. TRL's own card would show code that does not
-        load an adapter. A card that somebody has edited keeps its text.
+        Write the card of `args.output_dir`, once a model has been saved there.
+
+        TRL's own card would show code that does not load an adapter. A card edited by its user keeps its text.
 
         Args:
-            model_name: its title; None: the kind of model and its base.
+            model_name: title of the card; None: the kind of model and its base model.
             dataset_name: the training data.
             tags: further tags.
         """
@@ -67,7 +68,7 @@ class ModelCardMixin(FiniteWeightsMixin):
         )
 
     def training_facts(self) -> list[str]:
-        """What the training was, with the earlier one before it; nothing of its own before its first step."""
+        """Return the earlier training's facts, then this training's facts once it has made a step."""
         args, steps = self.args, self.state.global_step
         if not steps:
             return [*self.earlier.get("training", ())]

@@ -19,13 +19,13 @@ from .folders import WholeModel
 @dataclass(frozen=True)
 class Base:
     """
-    The base model that a run names. Its config and its tokenizer are read once.
+    The base model of a run. Its config and tokenizer are read once.
 
     Args:
-        name_or_path: a folder, whose `~` is expanded, or a name on the hub.
-        dtype: of the weights, e.g. "bfloat16"; "auto" is the config's.
+        name_or_path: a folder (`~` is expanded) or a name on the hub.
+        dtype: dtype of the weights, e.g. "bfloat16"; "auto" is the config's.
         quantization: a `BitsAndBytesConfig`, or its fields.
-        field: the field that names it, for messages.
+        field: the config field of the base model, for messages.
     """
 
     name_or_path: str
@@ -47,7 +47,7 @@ class Base:
 
     @property
     def folder(self) -> Path:
-        """Where its files are."""
+        """Folder with its files."""
         return self.model.folder
 
     @property
@@ -56,15 +56,15 @@ class Base:
 
     @property
     def tokenizer(self) -> Any:
-        """A copy each time, as trainers change theirs (padding, chat template)."""
+        """Copy of the tokenizer, new at each access: trainers change theirs (padding, chat template)."""
         return copy.deepcopy(self.model.tokenizer)
 
     def empty(self) -> PreTrainedModel:
-        """A new model without weights, on the meta device."""
+        """Create a model without weights, on the meta device."""
         return empty_model(copy.deepcopy(self.config), self, self.dtype)
 
     def load(self) -> PreTrainedModel:
-        """A new model with its weights."""
+        """Create a model with its weights."""
         quantization = self.quantization
         if isinstance(quantization, Mapping):
             section = self.field.rpartition(".")[0]

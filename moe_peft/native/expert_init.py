@@ -1,6 +1,6 @@
 """
-Initial values of experts made from a dense FFN: pure functions on one FFN's tensors (Drop-Upcycling, arXiv 2502.19261,
-and its baselines). A further method is one function and one line in `INITIALISATIONS`.
+Initial experts from a dense FFN, as pure functions on one FFN's tensors (Drop-Upcycling, arXiv 2502.19261, and its
+baselines). A further method is one function and one line in `INITIALISATIONS`.
 
 Legend: d hidden size, f intermediate size, n experts.
 """
@@ -20,18 +20,18 @@ from .upcycle_config import RouterInit
 
 
 class FFN(NamedTuple):
-    """The weights of a gated FFN: neuron i is row i of gate and up, and column i of down."""
+    """Weights of a gated FFN. Neuron i is row i of gate and up, and column i of down."""
 
     gate: torch.Tensor  # [f, d]
     up: torch.Tensor  # [f, d]
     down: torch.Tensor  # [d, f]
 
     def neurons(self, index: torch.Tensor) -> FFN:
-        """The FFN made of some of the neurons, in the order of `index`."""
+        """Select neurons, in the order of `index`."""
         return FFN(self.gate[index], self.up[index], self.down[:, index])
 
     def scaled(self, factor: float) -> FFN:
-        """The FFN whose output is `factor` times as large; up and down are each scaled by its square root."""
+        """Return an FFN with `factor` times the output. Up and down are each scaled by the square root of `factor`."""
         if factor == 1:
             return self
         root = factor**0.5
@@ -41,24 +41,24 @@ class FFN(NamedTuple):
 @dataclass(frozen=True)
 class ExpertInit:
     """
-    How an expert is made from a dense FFN.
+    Method to make experts from a dense FFN, and its settings.
 
     Args:
-        method: what an expert begins as. `"copy"`: a copy of the FFN; `"noise"`: plus N(0, (noise_scale·std(W))²);
-            `"random_noise"`: plus N(0, noise_std²) on a random `noise_share` of the weights; `"subset"`: one n-th of
-            the neurons, all others zero; `"permute"`: the neurons in another order, which computes the same and trains
-            as `"copy"` does; `"permute_columns"`: the outputs of gate, of up and of down, each in an order of its own,
-            which computes something else; `"drop"`: a share `drop_rate` of the neurons, rounded down, is drawn again
-            from N(μ, σ²), where μ and σ are those of the replaced entries of each matrix (σ without Bessel's
-            correction; Drop-Upcycling, section 3.2.1); `"checkpoints"`: copies of several models' FFNs in turn;
-            `"random"`: N(0, noise_std²), which keeps nothing of the FFN; `"scratch"`: the same, in a model whose other
-            weights are random, too (`UpcycleConfig`).
-        noise_scale: of `"noise"`, as a multiple of each matrix's standard deviation.
-        noise_std: the standard deviation of `"random_noise"`, `"random"` and `"scratch"`.
-        noise_share: of `"random_noise"`, the share of the weights that get noise.
-        drop_rate: of `"drop"`, the share of the neurons that are drawn again.
-        shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
-            others in each (the paper's released code).
+        method: initial value of an expert. `"copy"`: a copy of the FFN; `"noise"`: a copy plus
+            N(0, (noise_scale·std(W))²); `"random_noise"`: a copy plus N(0, noise_std²) on a random `noise_share` of the
+            weights; `"subset"`: one n-th of the neurons, all others zero; `"permute"`: the neurons in another order,
+            which computes the same and trains as `"copy"` does; `"permute_columns"`: the outputs of gate, up and down,
+            each in a different order, which computes something else; `"drop"`: a share `drop_rate` of the neurons,
+            rounded down, is drawn again from N(μ, σ²), where μ and σ are of the replaced entries of each matrix (σ
+            without Bessel's correction; Drop-Upcycling, section 3.2.1); `"checkpoints"`: copies of several models' FFNs
+            in turn; `"random"`: N(0, noise_std²), independent of the FFN; `"scratch"`: like `"random"`, in a model with
+            random weights outside the experts, too (`UpcycleConfig`).
+        noise_scale: for `"noise"`, as a multiple of each matrix's standard deviation.
+        noise_std: standard deviation for `"random_noise"`, `"random"` and `"scratch"`.
+        noise_share: for `"random_noise"`, the share of the weights that get noise.
+        drop_rate: for `"drop"`, the share of the neurons that are drawn again.
+        shared_indices: for `"drop"`: True replaces the same neurons in gate, up and down (the paper), False other
+            neurons in each (the paper's released code).
 
     Example:
 
@@ -76,34 +76,34 @@ class ExpertInit:
     shared_indices: bool = True
 
     def make(self, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
-        """Expert `expert` of `n`."""
+        """Make expert `expert` of `n`."""
         return INITIALISATIONS[self.method](self, ffn, expert, n, generator)
 
 
 def generator_for(seed: int, *key: int | str) -> torch.Generator:
-    """A generator for one key (layer, expert, purpose), independent of what is drawn for others."""
+    """Return a generator for a key (layer, expert, purpose). Its numbers do not depend on draws for other keys."""
     digest = hashlib.sha256(repr((seed, *key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def joined(ffns: list[FFN]) -> FFN:
-    """One FFN with the neurons of all, which computes their sum."""
+    """Join FFNs into one FFN with all their neurons. It computes the sum of their outputs."""
     gates, ups, downs = zip(*ffns, strict=True)
     return FFN(torch.cat(gates), torch.cat(ups), torch.cat(downs, dim=1))
 
 
 def zero_ffn(f: int, d: int) -> FFN:
-    """An FFN of `f` neurons that computes zero."""
+    """Return an FFN of `f` neurons with output zero."""
     return FFN(torch.zeros(f, d), torch.zeros(f, d), torch.zeros(d, f))
 
 
 def share_of(count: int, share: float) -> int:
-    """⌊share·count⌋ of the decimal number that `share` stands for: 29 for 0.29 of 100, where floats give 28."""
+    """Return ⌊share·count⌋ in decimal arithmetic: 0.29 of 100 is 29; with floats it would be 28."""
     return int(Fraction(str(share)) * count)
 
 
 def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """The neurons of each of `granularity` fine-grained experts: a random partition of the FFN's."""
+    """Partition the FFN's neurons at random among `granularity` fine-grained experts."""
     if granularity == 1:
         return [torch.arange(f)]
     return list(torch.randperm(f, generator=generator).view(granularity, -1))
@@ -111,8 +111,8 @@ def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[
 
 def router_weight(method: RouterInit, n: int, d: int, generator: torch.Generator, std: float = 0.02) -> torch.Tensor:
     """
-    A linear gate [n, d], float32: `"zeros"`, `"normal"` N(0, std²), or `"uniform"` of the same standard deviation,
-    U(-√3·std, √3·std).
+    Return a linear gate [n, d], float32: `"zeros"`, `"normal"` N(0, std²), or `"uniform"` U(-√3·std, √3·std), with the
+    same standard deviation.
     """
     if method == "zeros":
         return torch.zeros(n, d)

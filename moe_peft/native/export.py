@@ -1,6 +1,6 @@
 """
-Turns a MoE-LoRA adapter and its base into a native MoE checkpoint that computes the same: expert i is the base's FFN
-with LoRA i merged, the gate is the router, folded. `verify_export` compares the two.
+Export of a MoE-LoRA adapter and its base model to a native MoE checkpoint that computes the same. Expert i is the base
+FFN with LoRA i merged, and the gate is the folded router. `verify_export` compares the two.
 
 Legend: n experts, r rank.
 """
@@ -42,8 +42,8 @@ def export_adapter(
     max_shard_size: str = "5GB",
 ) -> Path:
     """
-    Write the native MoE that computes what an adapter on its base computes. The base may have been quantized in
-    training; the export reads its full-precision weights.
+    Write a native MoE that computes the same as an adapter on its base model. If the base model was quantized in
+    training, the export reads its full-precision weights.
 
     The result is exact in exact arithmetic. In float32 it is exact up to rounding, in half precision up to the rounding
     of the weights and the gate.
@@ -52,16 +52,16 @@ def export_adapter(
         adapter: folder of a MoE-LoRA adapter with mixing "output", on FFNs with the same number of experts in every
             layer and a router that folds. LoRAs on single linears with one expert are merged.
         output_dir: a new or empty folder. A killed run leaves nothing in it.
-        base: the base model's folder or name; None takes the one that the adapter names.
-        family: the MoE's model type; None takes the one that fits.
-        dtype: of the weights, by name; None keeps the base's.
-        max_shard_size: of the output's files.
+        base: the base model's folder or name; None takes the base model named by the adapter.
+        family: the MoE's model type; None takes the first match.
+        dtype: dtype of the weights, by name; None keeps the base model's.
+        max_shard_size: maximum size of an output file.
 
     Returns:
         the folder.
 
     Raises:
-        ValueError: the adapter or the base has something that a native MoE cannot hold; the message names it, and
+        ValueError: a native MoE cannot hold some part of the adapter or the base model. The message names it, and
             nothing is written.
 
     Example:
@@ -90,14 +90,14 @@ def export_adapter(
 
 
 def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adapted, PreTrainedConfig]:
-    """The tensors of the MoE that an adapter and its base make up, computed when asked for, and its config."""
+    """Return the tensors of the MoE, computed when asked for, and its config, from an adapter and its base model."""
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
     state = _state(adapter)
     _count_added_tokens(state, dense.config)
     content = adapted_content(state, config, dense)
-    for key in adapter.shapes:  # the base's tensor would replace one that is missing
+    for key in adapter.shapes:  # otherwise the base's tensor would silently replace it
         name = name_in_base(key)
-        if name not in state and ".moe_lora_router." not in name:  # which are read by now
+        if name not in state and ".moe_lora_router." not in name:  # routers are checked already
             raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
     moe = moe_config(
         (dense.family, dense.moe),
@@ -115,12 +115,12 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
 
 
 def _state(adapter: MoELoraFolder) -> dict[str, torch.Tensor]:
-    """Its tensors by their names below the base."""
+    """Return the adapter's tensors by their names in the base model."""
     return {name_in_base(key): w for key, w in adapter.tensors.items()}
 
 
 def _count_added_tokens(state: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> None:
-    """Give the base's config the rows of embeddings that PEFT has saved whole, as tokens were added."""
+    """Increase the base config's vocabulary size to the rows of embeddings saved whole by PEFT for added tokens."""
     if EMBEDDINGS in state:
         config.vocab_size = max(config.vocab_size, len(state[EMBEDDINGS]))
 
@@ -129,7 +129,7 @@ def _count_added_tokens(state: Mapping[str, torch.Tensor], config: PreTrainedCon
 
 
 class _Update(NamedTuple):
-    """The experts of one weight."""
+    """The experts' LoRA matrices for one weight."""
 
     A: torch.Tensor
     B: torch.Tensor
@@ -138,15 +138,15 @@ class _Update(NamedTuple):
 
 @dataclass
 class Adapted:
-    """A MoE's content, from the base's tensors and the adapter's."""
+    """Content of a MoE, computed from the base model's and the adapter's tensors."""
 
     dense: DenseFolder
-    spec: Experts = field(init=False)  # of the FFNs that have a router
+    spec: Experts = field(init=False)  # of the FFNs with a router
     state: Mapping[str, torch.Tensor]  # the adapter's tensors
     routers: dict[int, torch.Tensor] = field(default_factory=dict)
-    specs: dict[int, Experts] = field(default_factory=dict)  # of each adapted FFN
-    updates: dict[str, _Update] = field(default_factory=dict)  # by the weight's name in the base
-    shared_updates: dict[str, _Update] = field(default_factory=dict)  # likewise, of the experts that serve every token
+    specs: dict[int, Experts] = field(default_factory=dict)  # layer → spec of its adapted FFN
+    updates: dict[str, _Update] = field(default_factory=dict)  # by the weight's name in the base model
+    shared_updates: dict[str, _Update] = field(default_factory=dict)  # likewise, for the experts that serve every token
     rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # likewise, tokens and their rows
 
     def backbone(self, name: str) -> torch.Tensor:
@@ -165,7 +165,9 @@ class Adapted:
         return zero_ffn(EMPTY_SHARED, self.dense.config.hidden_size)
 
     def _read(self, name: str) -> torch.Tensor:
-        """The adapter's tensor where it trained the weight itself, otherwise the base's, with the rows it trained."""
+        """
+        Read a weight: the adapter's tensor if it was trained itself, otherwise the base model's with its trained rows.
+        """
         weight = self.state[name] if name in self.state else self.dense.read(name)
         if name not in self.rows:
             return weight
@@ -173,7 +175,7 @@ class Adapted:
         return weight.index_copy(0, tokens, rows.to(weight.dtype))
 
     def _updated(self, name: str, weight: torch.Tensor, expert: int) -> torch.Tensor:
-        """Expert `expert`'s weight, in float32; a weight without LoRAs as it is."""
+        """Return the weight of expert `expert` in float32. A weight without LoRAs is returned unchanged."""
         if name not in self.updates:
             return weight
         A, B, experts = self.updates[name]
@@ -186,10 +188,10 @@ class Adapted:
 
 def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseFolder) -> Adapted:
     """
-    What a MoE is to be filled with, checked against what a native MoE can hold.
+    Return the content of the MoE. Raise for an adapter that no native MoE can hold.
 
     Args:
-        state: the adapter's tensors, by their names below the base model.
+        state: the adapter's tensors, by their names in the base model.
     """
     if reason := EXPERTS[config.expert_type].no_lora:
         raise InputError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
@@ -208,7 +210,7 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
             _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
             content.rows[f"{module}.weight"] = torch.tensor(tokens), tensor
             continue
-        if not kind:  # a module that was itself trained and saved
+        if not kind:  # a module trained and saved as a whole
             _check_size(key, tuple(tensor.shape), tuple(shapes.get(key, ())))
             continue
         spec = config.expert_spec(module, dense.config)
@@ -274,21 +276,21 @@ def _read_routers(content: Adapted) -> None:
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
-# How far logits may differ, in units of the largest, and for what share of the tokens: rounding sends a token to
-# another expert now and then, that of float32 only where two are tied.
+# Tolerance for logits, in units of the largest logit, and the share of tokens that must be within it. Rounding now and
+# then sends a token to another expert; in float32 only where two experts are tied.
 _TOLERANCES = {torch.float32: (1e-3, 0.999), torch.float16: (5e-3, 0.9), torch.bfloat16: (2e-2, 0.9)}
 
 
 class Comparison(NamedTuple):
-    """Logits of an adapter compared with those of the model it was exported to."""
+    """Logits of an adapter, compared with the logits of its exported model."""
 
     tokens: int
     largest: float  # absolute value of a logit
     difference: float  # the largest
     agreement: float  # share of tokens for which both predict the same next token
     tolerance: float  # in units of `largest`; it depends on the dtype of the exported weights
-    within: float  # share of tokens whose logits differ by no more
-    passed: bool  # 999 of 1,000 tokens of a float32 export are within, nine in ten of any other
+    within: float  # share of tokens with logits within the tolerance
+    passed: bool  # 999 of 1,000 tokens of a float32 export are within, nine in ten otherwise
 
 
 def verify_export(
@@ -299,21 +301,21 @@ def verify_export(
     dtype: str = "float32",
 ) -> Comparison:
     """
-    Compare the logits of an adapter on its base with those of the exported model, on some texts: whether they are
-    equal up to the rounding of the exported weights.
+    Check on some texts that an adapter on its base model and the exported model have equal logits, up to the rounding
+    of the exported weights.
 
     The models are in memory one after the other, in `dtype`.
 
     Args:
         adapter: the adapter's folder.
-        exported: the folder that `export_adapter` made of it.
+        exported: the folder that `export_adapter` wrote.
         texts: the texts to compare on.
-        base: the base, if it is not the one that the adapter names.
-        dtype: in which both compute: `"float32"`, `"bfloat16"` or `"float16"`.
+        base: the base model, if not the base model named by the adapter.
+        dtype: dtype that both compute in: `"float32"`, `"bfloat16"` or `"float16"`.
 
     Returns:
-        how far the logits differ, and as `passed` whether that is rounding: 999 of 1,000 tokens of a float32 export
-        differ by no more than the tolerance, nine in ten of any other.
+        the differences of the logits. `passed` is True if they are rounding: 999 of 1,000 tokens of a float32 export
+            are within the tolerance, nine in ten of any other export.
 
     Raises:
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
@@ -346,7 +348,7 @@ def verify_export(
 
 
 def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
-    """Whether the export of an adapter will have a tokenizer that fits it; before it is written."""
+    """Check, before an adapter is exported, that the exported model will have a tokenizer that fits it."""
     folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
     _count_added_tokens(_state(folder), folder.base.config)
     check_tokenizer(folder.tokenizer, folder.base.config, folder)

@@ -1,10 +1,11 @@
 """
-Model families: how a dense model's tensors are named and laid out in a checkpoint, and how those of a
-Mixture-of-Experts (MoE) are. `FAMILIES` says which dense families each MoE family can hold, and the functions at the
-end which programs compute one differently from transformers.
+Model families: names and layouts of the tensors in checkpoints of dense models and of Mixture-of-Experts (MoE) models.
+`FAMILIES` lists the dense families that each MoE family can hold. The functions at the end say which programs compute a
+family differently from transformers.
 
-To add a family, add one entry to that table; write a small class only if its storage is really new. Names are those on
-disk, which transformers, vLLM and other stacks read, not those of transformers' fused parameters in memory.
+To add a family, add one entry to the table `FAMILIES`. Write a small class only if its storage is really new. Names are
+the names on disk, read by transformers, vLLM and other programs. They differ from transformers' fused parameters in
+memory.
 
 Legend: n experts, f intermediate size, d hidden size.
 """
@@ -24,17 +25,17 @@ from .expert_init import FFN
 # The FFN block of a layer, in every dense family of the table.
 DENSE_BLOCK = "model.layers.{layer}.mlp"
 
-Reader = Callable[[str], torch.Tensor]  # a tensor by its name on disk
+Reader = Callable[[str], torch.Tensor]  # reads a tensor by its name on disk
 
 
 class Content(Protocol):
-    """The tensors that a MoE is filled with. They are asked for layer by layer, each one once."""
+    """Tensors of a MoE. The writer asks for them layer by layer, each once."""
 
     def backbone(self, name: str) -> torch.Tensor: ...
 
     def router(self, layer: int) -> torch.Tensor: ...  # [n, d]
 
-    def experts(self, layer: int) -> Iterator[FFN]: ...  # n of them, or one in a layer without a router
+    def experts(self, layer: int) -> Iterator[FFN]: ...  # n experts, or one FFN in a layer without a router
 
     def shared(self, layer: int) -> FFN: ...  # called only if the family has shared experts
 
@@ -50,10 +51,10 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class FFNNames:
     """
-    The tensors of a gated FFN without biases.
+    Tensor names of a gated FFN without biases.
 
     Args:
-        inputs: names of gate [f, d] and up [f, d], or of the one tensor [2f, d] that holds both, gate first.
+        inputs: names of gate [f, d] and up [f, d], or of one tensor [2f, d] that holds both, gate first.
         down: name of the down projection [d, f].
     """
 
@@ -61,7 +62,7 @@ class FFNNames:
     down: str
 
     def under(self, prefix: str) -> FFNNames:
-        """The same tensors of the block whose names start with `prefix`."""
+        """Prepend a block's prefix to the names."""
         return FFNNames(tuple(prefix + name for name in self.inputs), prefix + self.down)
 
     def shapes(self, f: int, d: int) -> dict[str, torch.Size]:
@@ -69,13 +70,13 @@ class FFNNames:
         return {**dict.fromkeys(self.inputs, torch.Size((rows, d))), self.down: torch.Size((d, f))}
 
     def split(self, read: Reader) -> FFN:
-        """The FFN stored under these names."""
+        """Read the FFN stored under these names."""
         inputs = [read(name) for name in self.inputs]
         gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2)
         return FFN(gate, up, read(self.down))
 
     def join(self, ffn: FFN) -> dict[str, torch.Tensor]:
-        """The inverse of `split`: the tensors to store, by name."""
+        """Return the tensors to store, by name: the inverse of `split`."""
         inputs = [ffn.gate, ffn.up] if len(self.inputs) == 2 else [torch.cat((ffn.gate, ffn.up))]
         return {**dict(zip(self.inputs, inputs, strict=True)), self.down: ffn.down}
 
@@ -87,22 +88,22 @@ FUSED = FFNNames(("gate_up_proj.weight",), "down_proj.weight")
 @dataclass(frozen=True)
 class DenseFamily:
     """
-    A family of dense models whose other tensors and settings are those of its MoE, name by name.
+    A family of dense models. Its MoE has the same names for settings and for tensors outside the FFN.
 
     Args:
-        model_type: of its config.
-        names: the FFN's tensors within the block.
+        model_type: the config's model type.
+        names: names of the FFN's tensors within the block.
     """
 
     model_type: str
     names: FFNNames = SEPARATE
 
     def ffn(self, layer: int) -> FFNNames:
-        """The names of a layer's FFN tensors."""
+        """Return the names of a layer's FFN tensors."""
         return self.names.under(DENSE_BLOCK.format(layer=layer) + ".")
 
     def ffn_shapes(self, config: PreTrainedConfig) -> dict[str, torch.Size]:
-        """The names and shapes of every layer's FFN tensors."""
+        """Return the names and shapes of every layer's FFN tensors."""
         return {
             name: shape
             for layer in range(config.num_hidden_layers)
@@ -110,23 +111,25 @@ class DenseFamily:
         }
 
     def backbone(self, name: str, config: PreTrainedConfig, read: Reader) -> torch.Tensor:
-        """The non-FFN tensor that the MoE calls `name`, from the dense model's tensors."""
+        """Return the non-FFN tensor that the MoE calls `name`, from the dense model's tensors."""
         return read(name)
 
     def settings(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """The config's fields as a MoE reads them; raises a ValueError where no MoE can hold a field's value."""
+        """Return the config's fields in the MoE's format. Raise a ValueError for a value that no MoE can hold."""
         return config.to_dict()
 
 
 @dataclass(frozen=True)
 class Phi3Family(DenseFamily):
-    """Phi-3 and Phi-4: a Llama whose queries, keys and values share one tensor, and gate and up another."""
+    """Phi-3 and Phi-4: a Llama with queries, keys and values in one tensor, and gate and up in another."""
 
     names: FFNNames = FUSED
 
     def backbone(self, name: str, config: PreTrainedConfig, read: Reader) -> torch.Tensor:
+        # Rows of queries, and of keys or values, in the tensor that holds all three.
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+        # Cut the MoE's tensor out of it. All other tensors have the same name.
         for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
             if f".self_attn.{part}." in name:
                 return read(name.replace(part, "qkv_proj")).split([q, kv, kv])[i]
@@ -134,6 +137,7 @@ class Phi3Family(DenseFamily):
 
     def settings(self, config: PreTrainedConfig) -> dict[str, Any]:
         values = super().settings(config)
+        # Accept only plain RoPE on the whole head.
         rope = values["rope_parameters"] = dict(values["rope_parameters"])
         if rope["rope_type"] != "default":
             raise InputError(
@@ -142,7 +146,7 @@ class Phi3Family(DenseFamily):
         factor = rope.pop("partial_rotary_factor", 1.0)
         if factor != 1:
             raise InputError(f"partial_rotary_factor={factor} of the dense model: a MoE rotates all of a head")
-        del values["original_max_position_embeddings"]  # read by longrope alone
+        del values["original_max_position_embeddings"]  # used by longrope only
         return values
 
 
@@ -152,18 +156,18 @@ class MoEFamily:
     A family of MoE models.
 
     Args:
-        model_type: of its config.
+        model_type: the config's model type.
         dense: the dense families it can hold.
         block: name of the MoE block in a layer.
-        router: name in the block of the router's weight [n, d].
-        expert: the tensors of one expert.
-        experts: prefix in the block of an expert's tensors, with `{expert}`. Without it, each tensor is stacked
+        router: name of the router's weight [n, d] in the block.
+        expert: names of one expert's tensors.
+        experts: prefix of an expert's tensors in the block, with `{expert}`. Without `{expert}`, each tensor is stacked
             [n, …] and holds all experts.
         count: config field of n.
         width: config field of an expert's intermediate size.
         normalizes: config field that says whether the chosen gates sum to 1; None if they always do.
-        shared: prefix in the block of the shared expert's tensors; None if it has no shared expert. Its gate [1, d] is
-            `shared_expert_gate`, and its width `shared_expert_intermediate_size` in the config.
+        shared: prefix of the shared expert's tensors in the block; None if there is no shared expert. Its gate [1, d]
+            is `shared_expert_gate`, and its width `shared_expert_intermediate_size` in the config.
         dense_layers: config field that lists the layers without experts; None if every layer has experts.
         keeps: dense fields that the config class does not declare but the model reads.
     """
@@ -183,11 +187,12 @@ class MoEFamily:
 
     def plan(self, config: PreTrainedConfig, backbone: dict[str, torch.Size]) -> dict[str, torch.Size]:
         """
-        The name and shape of every tensor, in the order of the layers.
+        Return the name and shape of every tensor, in the order of the layers.
 
         Args:
-            backbone: those of the tensors outside the MoE blocks.
+            backbone: names and shapes of the tensors outside the MoE blocks.
         """
+        # First the tensors outside of layers, then per layer attention and norms, and the MoE block.
         plan = {name: shape for name, shape in backbone.items() if not name.startswith("model.layers.")}
         for layer in range(config.num_hidden_layers):
             plan |= {name: shape for name, shape in backbone.items() if name.startswith(f"model.layers.{layer}.")}
@@ -195,11 +200,13 @@ class MoEFamily:
         return plan
 
     def parts(self, config: PreTrainedConfig, layer: int, content: Content) -> Iterator[Part]:
-        """What to write into a layer's block, in any number of parts."""
+        """Yield the tensors of a layer's block. A stacked tensor comes in one part per expert."""
         block, experts = self._block(layer), content.experts(layer)
+        # A layer without experts is one dense FFN in the expert's names.
         if not self.has_experts(config, layer):
             yield from (Part(*item) for item in self.expert.under(block).join(next(experts)).items())
             return
+        # The router, then each expert. In stacked tensors, expert i begins after i experts.
         yield Part(block + self.router, content.router(layer))
         for i, ffn in enumerate(experts):
             for name, tensor in self._expert(layer, i).join(ffn).items():
@@ -207,41 +214,42 @@ class MoEFamily:
         if self.shared is not None:
             shared = content.shared(layer)
             yield from (Part(*item) for item in self.expert.under(block + self.shared).join(shared).items())
-            # Its gate is a sigmoid, one half at first; llama.cpp takes x·sigmoid(x)/x for it, which is not a number
-            # at 0. What multiplies an empty FFN does not matter.
+            # Write the shared expert's gate, a sigmoid that starts at one half. llama.cpp computes it as
+            # x·sigmoid(x)/x, which is not a number at 0. If the shared FFN is empty, its gate's value does not matter.
             gate = 1e-6 if shared.down.any() else 1.0
             yield Part(self.shared_gate_name(layer), torch.full((1, config.hidden_size), gate))
 
     def read_expert(self, layer: int, expert: int, read: Reader) -> FFN:
-        """One expert of a MoE's checkpoint."""
+        """Read one expert from a MoE's checkpoint."""
         return self._expert(layer, expert).split((lambda name: read(name)[expert]) if self.stacked else read)
 
     def read_shared(self, layer: int, read: Reader) -> FFN:
-        """The shared expert of a MoE's checkpoint."""
+        """Read the shared expert from a MoE's checkpoint."""
         return self.expert.under(f"{self._block(layer)}{self.shared}").split(read)
 
     def shared_gate_name(self, layer: int) -> str:
-        """The tensor of a shared expert's gate."""
+        """Return the tensor name of a shared expert's gate."""
         return f"{self._block(layer)}shared_expert_gate.weight"
 
     def router_name(self, layer: int) -> str:
-        """The tensor of a layer's router."""
+        """Return the tensor name of a layer's router."""
         return self._block(layer) + self.router
 
     def expert_names(self, layer: int, expert: int) -> tuple[str, ...]:
-        """The tensors of one expert, or, if `stacked`, of all."""
+        """Return the tensor names of one expert or, if `stacked`, of all experts."""
         names = self._expert(layer, expert)
         return (*names.inputs, names.down)
 
     @property
     def stacked(self) -> bool:
-        """Whether each tensor holds all experts."""
+        """True if each tensor holds all experts."""
         return "{expert}" not in self.experts
 
     def has_experts(self, config: PreTrainedConfig, layer: int) -> bool:
-        """Whether a layer has a router, and experts."""
+        """Return whether a layer has a router and experts."""
         if self.dense_layers is None:
             return True
+        # Every `decoder_sparse_step`-th layer has experts, unless it is listed as dense.
         step = getattr(config, "decoder_sparse_step", 1)
         return layer not in (getattr(config, self.dense_layers) or ()) and (layer + 1) % step == 0
 
@@ -250,10 +258,12 @@ class MoEFamily:
         block = self._block(layer)
         if not self.has_experts(config, layer):
             return self.expert.under(block).shapes(config.intermediate_size, d)
+        # The router and the experts: one stacked tensor for all, or n separate tensors.
         shapes = {block + self.router: torch.Size((n, d))}
         for i in range(1 if self.stacked else n):
             for name, shape in self._expert(layer, i).shapes(f, d).items():
                 shapes[name] = torch.Size((n, *shape)) if self.stacked else shape
+        # The shared expert and its gate.
         if self.shared is not None:
             shapes |= self.expert.under(block + self.shared).shapes(config.shared_expert_intermediate_size, d)
             shapes[self.shared_gate_name(layer)] = torch.Size((1, d))
@@ -269,7 +279,7 @@ class MoEFamily:
 FAMILIES: dict[str, MoEFamily] = {
     family.model_type: family
     for family in (
-        # Phi-3 does not become a PhiMoE: its norms have biases and its gates do not sum to 1.
+        # Phi-3 does not become a PhiMoE: PhiMoE's norms have biases and its gates do not sum to 1.
         MoEFamily(
             "mixtral",
             (DenseFamily("llama"), DenseFamily("mistral"), Phi3Family("phi3")),
@@ -306,7 +316,7 @@ FAMILIES: dict[str, MoEFamily] = {
     )
 }
 
-# Dense families that no MoE family of transformers can hold, although adapters can be trained on them.
+# Dense families that no MoE family of transformers can hold. Adapters can be trained on them.
 _NO_MOE = {
     "glm": "no MoE has its rotary embedding, which pairs neighboring dimensions in half of each head",
     "glm4": "no MoE has its rotary embedding together with norms after attention and FFN",
@@ -315,15 +325,17 @@ _NO_MOE = {
 
 def find_families(dense_type: str, moe_type: str | None = None) -> tuple[DenseFamily, MoEFamily]:
     """
-    The dense family of a model type, and the MoE family that holds it.
+    Return the dense family of a model type, and the MoE family that holds it.
 
     Args:
-        moe_type: the MoE's model type; None takes the first that fits.
+        moe_type: the MoE's model type; None takes the first match.
     """
+    # Take the first pair with these model types.
     pairs = [(dense, moe) for moe in FAMILIES.values() for dense in moe.dense]
     for dense, moe in pairs:
         if dense.model_type == dense_type and moe_type in (None, moe.model_type):
             return dense, moe
+    # No pair fits: name all that exist, and the reason if it is known.
     choices = ", ".join(f"{dense.model_type} → {moe.model_type}" for dense, moe in pairs)
     why = f" ({_NO_MOE[dense_type]})" if dense_type in _NO_MOE else ""
     field = f"family={moe_type!r}: " if moe_type is not None else ""
@@ -332,15 +344,16 @@ def find_families(dense_type: str, moe_type: str | None = None) -> tuple[DenseFa
     )
 
 
-# --- programs that compute one differently ----------------------------------------------------------------------------
+# --- programs that compute a family differently -----------------------------------------------------------------------
 #
-# `python -m compatibility.serving` runs them on every family and setting, and raises an error where this and what it
-# sees disagree.
+# `python -m compatibility.serving` runs these programs on every family and setting. It raises an error if a result
+# disagrees with the functions below.
 
-# Architectures of llama.cpp that rotate neighboring dimensions of a head; transformers and the others its halves.
+# Architectures in llama.cpp with rotary embeddings on neighboring dimensions of a head. transformers and llama.cpp's
+# other architectures rotate the two halves of a head.
 INTERLEAVED = ("llama", "granitemoe")
 
-# Model type → architecture of llama.cpp. Qwen2's attention is a Llama's with biases, which its Llama may have.
+# Model type → architecture in llama.cpp. Qwen2's attention is Llama's with biases; llama.cpp's Llama may have these.
 _ARCHITECTURES = {
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "granitemoe": "granitemoe",
     "flex_olmo": "olmo2",
@@ -348,14 +361,15 @@ _ARCHITECTURES = {
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """The one of llama.cpp for a native MoE; empty: it is not known."""
+    """Return a native MoE's architecture in llama.cpp, or "" if it is not known."""
+    # llama.cpp's Qwen2-MoE does not normalize gates. Its Llama does, and fits a Qwen2-MoE without shared experts.
     if config.model_type == "qwen2_moe" and config.norm_topk_prob:
         return "llama"
     return _ARCHITECTURES.get(config.model_type, "")
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """The window, where a layer has one that is shorter than texts may be."""
+    """Return the size of the sliding window if a layer has one shorter than the maximum text length, otherwise None."""
     window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     used = window and window < config.max_position_embeddings and (layers is None or "sliding_attention" in layers)
     return window if used else None
@@ -363,18 +377,20 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str]:
     """
-    The programs that do not compute what the model does, or do not load it, and why.
+    Return program → reason, for programs that cannot load the model or compute it differently from transformers.
 
     Args:
-        has_shared: whether its shared experts compute something; an exported Qwen2-MoE's do not.
+        has_shared: whether the shared experts compute something; in an exported Qwen2-MoE they do not.
     """
     if config.model_type not in _ARCHITECTURES:
         return dict.fromkeys(("llama.cpp", "mlx-lm"), f"what it computes for a {config.model_type!r} is not known")
+    # The settings on which programs differ.
     family, kind, scaling = FAMILIES[config.model_type], config.model_type, config.rope_parameters["rope_type"]
     normalizes = family.normalizes is None or getattr(config, family.normalizes)
     dense = [layer for layer in range(config.num_hidden_layers) if not family.has_experts(config, layer)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scalings = ("default", "linear", "llama3") if architecture(config) in INTERLEAVED else ("default",)
+    # Reason → whether it applies, for each program.
     llama_cpp = {
         "its OLMo2 has no experts": kind == "flex_olmo",
         f"every layer has experts there, layers {dense} have none": bool(dense),
@@ -391,6 +407,7 @@ def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str
         "it lacks head_dim": kind == "mixtral" and head_dim != config.hidden_size // config.num_attention_heads,
         "it lacks sliding windows": sliding_window(config) is not None,
     }
+    # Keep the first reason of each program that has one.
     reasons = {"llama.cpp": llama_cpp, "mlx-lm": mlx}
     return {
         engine: next(reason for reason, holds in of_engine.items() if holds)

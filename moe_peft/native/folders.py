@@ -1,6 +1,6 @@
 """
-Folders that hold a model or an adapter, and names on the hub. `open_folder` decides once which of four kinds it is:
-a LoRA, a MoE-LoRA adapter, a dense model or a native MoE. All that it holds is read when asked for.
+Folders with a model or an adapter, and names on the hub. `open_folder` decides once among four kinds: a LoRA, a
+MoE-LoRA adapter, a dense model or a native MoE. All contents are read when asked for.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ModelFolder(ABC):
 
     Args:
         path: the folder or the name.
-        field: what names it, for messages.
-        revision: of a name on the hub.
+        field: its config field, for messages.
+        revision: revision of a name on the hub.
     """
 
     kind: str  # as in "is a dense model"
@@ -77,7 +77,7 @@ class ModelFolder(ABC):
 
     @cached_property
     def folder(self) -> Path:
-        """The folder; for a name on the hub, its download without pickled weights."""
+        """Folder itself, or the download of a name on the hub, without pickled weights."""
         if Path(self.path).is_dir():
             return Path(self.path)
         with reading(self):
@@ -85,24 +85,24 @@ class ModelFolder(ABC):
 
     @cached_property
     def has_tokenizer(self) -> bool:
-        """Whether it was saved with a tokenizer."""
+        """True if it was saved with a tokenizer."""
         return _find(self.path, "tokenizer_config.json") is not None
 
     @property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """The tokenizer that goes with it."""
+        """Tokenizer of the model or adapter."""
 
     def load(
         self, dtype: str = "auto", quantization: dict[str, Any] | None = None, *, on_accelerator: bool = True
     ) -> Any:
         """
-        The model with its weights, in evaluation mode.
+        Load the model with its weights, in evaluation mode.
 
         Args:
-            dtype: of the weights, as `from_pretrained` takes it.
+            dtype: dtype of the weights, as `from_pretrained` takes it.
             quantization: fields of `BitsAndBytesConfig`.
-            on_accelerator: place it on that of this process, if there is one.
+            on_accelerator: place the model on this process's accelerator, if there is one.
         """
         if dtype not in ("auto", *DTYPES):
             raise InputError(choice_error("--dtype", dtype, ("auto", *DTYPES)))
@@ -115,19 +115,22 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def from_pretrained(self, **options: Any) -> Any:
-        """The model, as `from_pretrained` loads it with these arguments, but with checks of its files and weights."""
+        """Load the model as `from_pretrained` does with these arguments. Check its files and weights as well."""
 
     @property
     @abstractmethod
     def empty(self) -> nn.Module:
-        """The model without weights, on the meta device."""
+        """Model without weights, on the meta device."""
 
     @abstractmethod
     def check_tensors(self) -> None:
-        """Raise if the tensors on disk are not those that its config asks for."""
+        """Raise if the tensors on disk differ from the tensors that the config asks for."""
 
     def companions(self) -> list[Path]:
-        """The files beside its weights that go with what is made of it: see `companions` of `model_folder`."""
+        """
+        Return the tokenizer, generation config and license files to copy to derived models; see
+        `model_folder.companions`.
+        """
         return companions(self.folder)
 
 
@@ -144,14 +147,14 @@ def open_folder(
     path: str | os.PathLike, field: str, *wanted: type[ModelFolder], base: str | os.PathLike | None = None
 ) -> ModelFolder:
     """
-    Open a folder, or a name on the hub, as the kind that it is: `LoraFolder`, `MoELoraFolder`, `DenseFolder` or
-    `NativeFolder`; adapters of other types are an `AdapterFolder`. Only its config is read.
+    Open a folder, or a name on the hub, as `LoraFolder`, `MoELoraFolder`, `DenseFolder` or `NativeFolder`. Adapters of
+    other types are an `AdapterFolder`. Only the config is read.
 
     Args:
         path: the folder or the name.
-        field: what names it, for messages.
-        wanted: the kinds that the caller takes; none given: any.
-        base: of an adapter; None: the one that it names.
+        field: its config field, for messages.
+        wanted: the kinds that the caller accepts; none given: any.
+        base: base model of an adapter; None: the base model named by the adapter.
 
     Example:
 
@@ -182,7 +185,10 @@ def open_folder(
 
 
 def find_adapter(path: str | os.PathLike, field: str, base: str | os.PathLike | None = None) -> AdapterFolder | None:
-    """The adapter of a folder or of a name on the hub, whose config is not checked yet; None if there is none."""
+    """
+    Return the adapter of a folder or of a name on the hub, with its config still unchecked. None if there is no
+    adapter.
+    """
     config = _find(path, ADAPTER_CONFIG)
     if config is None:
         return None
@@ -192,12 +198,12 @@ def find_adapter(path: str | os.PathLike, field: str, base: str | os.PathLike | 
 
 
 def _find(path: str | os.PathLike, file: str) -> Path | None:
-    """A file of a folder, or of a name on the hub; None if it is not there."""
+    """Return a file of a folder, or of a name on the hub. None if there is no such file."""
     if Path(path).exists():
         return Path(path, file) if Path(path, file).is_file() else None
     try:
         return Path(hf_hub_download(os.fspath(path), file))
-    except (OSError, ValueError):  # no such file or repository, no hub to be reached, or not a name on the hub
+    except (OSError, ValueError):  # no such file or repository, no reachable hub, or not a name on the hub
         return None
 
 
@@ -212,7 +218,7 @@ def open_model(path: str | os.PathLike, field: str, revision: str | None = None)
 
 
 def _refuse_adapter(folder: str | os.PathLike, source: object) -> None:
-    """Raise if a model's folder holds an adapter as well, which transformers would load with it."""
+    """Raise if a model's folder also holds an adapter: transformers would load it with the model."""
     if Path(folder, ADAPTER_CONFIG).is_file():
         raise InputError(
             f"{source}: {os.fspath(folder)} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's "
@@ -221,12 +227,12 @@ def _refuse_adapter(folder: str | os.PathLike, source: object) -> None:
 
 
 def base_named(name: str, revision: str | None) -> str:
-    """A base and its revision, the same however its folder is named."""
+    """Return a base model's name and revision, the same for every path to one folder."""
     return f"{Path(name).resolve() if Path(name).exists() else name} ({revision or 'main'})"
 
 
 def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
-    """The folder, which must be of one of these kinds."""
+    """Return the folder. Raise unless it is of one of these kinds."""
     if not isinstance(folder, wanted):
         kinds = " or ".join(str(kind.kind) for kind in wanted)
         way = way_to_lora(folder.config.peft_type) if type(folder) is AdapterFolder and LoraFolder in wanted else ""
@@ -236,8 +242,9 @@ def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
 
 def check_same_tokens(folder: ModelFolder, other: ModelFolder) -> None:
     """
-    Raise if two tokenizers have another token for an id, or another id for a token: what becomes one model has those of
-    `other`. Warn of a token that it lacks.
+    Raise if two tokenizers differ in a token's id or an id's token. Warn if `other` lacks a token.
+
+    A model made from both folders gets the tokenizer of `other`.
     """
     ids, others = folder.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     tokens = {i: token for token, i in others.items()}
@@ -268,10 +275,10 @@ class AdapterFolder(ModelFolder):
     An adapter of any type.
 
     Args:
-        base: its base; None: the one that its config names.
+        base: its base model; None: the base model named in its config.
     """
 
-    remedy = "name it with --base"  # where the config names no base
+    remedy = "name it with --base"  # if the config names no base model
 
     def __init__(self, path: str | os.PathLike, field: str, base: str | os.PathLike | None = None) -> None:
         super().__init__(path, field)
@@ -287,7 +294,7 @@ class AdapterFolder(ModelFolder):
 
     @cached_property
     def base(self) -> WholeModel:
-        """The model that it was trained on, which must exist."""
+        """Base model that the adapter was trained on. Raise if it does not exist."""
         if self.other_base is not None:
             return open_model(self.other_base, "base")
         name, revision = self.config.base_model_name_or_path, self.config.revision
@@ -307,12 +314,15 @@ class AdapterFolder(ModelFolder):
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors, on the CPU."""
+        """Tensors of the adapter, on the CPU."""
         return read_adapter_weights(self.path, self)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its own, as training may have changed the base's chat template and EOS token; or the base's."""
+        """
+        Tokenizer in the adapter's folder, as training may have changed the chat template and EOS token; else the
+        base's.
+        """
         if not self.has_tokenizer:
             return self.base.tokenizer
         tokenizer = read_tokenizer(self.path, self)
@@ -326,26 +336,26 @@ class AdapterFolder(ModelFolder):
             return PeftModel.from_pretrained(model, self.path)
 
     def _resized(self, model: PreTrainedModel) -> PreTrainedModel:
-        """With rows for added tokens, like PEFT, which saves such embeddings in the adapter."""
+        """Add embedding rows for added tokens, like PEFT, which saves such embeddings in the adapter."""
         if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
         return model
 
     @cached_property
     def empty(self) -> PeftModel:
-        """The base with the adapter."""
+        """Base model with the adapter, without weights."""
         base = self._resized(self.base.empty)
         with refused_by_libraries(f"{self}: its config does not fit the base"), torch.device("meta"):
             return get_peft_model(base, copy.deepcopy(self.config))
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of the tensors that its config asks for."""
+        """Names and shapes of the tensors that the config asks for."""
         state = get_peft_model_state_dict(self.empty, save_embedding_layers=False)
         return {name: tensor.shape for name, tensor in state.items()}
 
     def check_tensors(self) -> None:
-        """Also raises if a value is not finite."""
+        """Raise if the tensors differ from the config's, or a value is not finite."""
         of_tuner = f".{self.empty.base_model.prefix}"
         shapes = {key: w.shape for key, w in self.tensors.items() if of_tuner in key or key in self.shapes}
         check_shapes(self, shapes, self.shapes)
@@ -371,15 +381,15 @@ class MoELoraFolder(AdapterFolder):
 
     @property
     def gates(self) -> list[torch.Tensor]:
-        """The weights [n, d] of its linear gates, in the order of the model's layers."""
+        """Weights [n, d] of the linear gates, in the order of the model's layers."""
         layers = (path for path, m in self.empty.named_modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router)
         names = [f"{path}.moe_lora_router.weight" for path in layers]
         return [self.tensors[name] for name in names if name in self.tensors]
 
     def sized_settings(self, routers: Iterable[Router]) -> dict[str, Any]:
         """
-        The settings of its routers that follow from the number of experts where the config does not set them, with the
-        values that they have. Set to these, they stay what they are when experts come or go.
+        Return the router settings that default to a function of the number of experts, with their present values. Set
+        explicitly, they stay the same when experts are added or removed.
         """
         settings = {}
         for name, of_size in self.config.router_class.sized.items():
@@ -407,24 +417,26 @@ class WholeModel(ModelFolder):
 
     @cached_property
     def tokenizer(self) -> Any:
-        config = self.config  # first: a model that is not there has no tokenizer either
+        config = self.config  # first, to report a missing model as such
         tokenizer = read_tokenizer(self.path, self, self.revision)
         check_tokenizer(tokenizer, config, self)
         return tokenizer
 
     @cached_property
     def tensors(self) -> Checkpoint:
-        """Its tensors, each one read when asked for."""
+        """Tensors of the model, each read when asked for."""
         return Checkpoint(self.folder)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its config, or of its embeddings on disk if the config names none that can be written here."""
+        """
+        Config's dtype, or the dtype of the embeddings on disk if the config names no dtype that can be written here.
+        """
         name = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
         return DTYPES.get(name) or self.tensors.dtype(EMBEDDINGS)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor by its name on disk. The head is the embeddings where the model ties them."""
+        """Read a tensor by its name on disk. A tied head is read from the embeddings."""
         return self.tensors.tensor(self.tensors.stored_name(name, EMBEDDINGS if name == HEAD else None))
 
     @property
@@ -433,19 +445,19 @@ class WholeModel(ModelFolder):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of all tensors, the head among them even where it is tied."""
+        """Names and shapes of all tensors, including the head even if it is tied."""
         raise NotImplementedError
 
     def check_tensors(self) -> None:
-        """A tied head need not be there."""
+        """Raise if the tensors on disk differ from the config's. A tied head may be missing."""
         tied = getattr(self.config, "tie_word_embeddings", False) and HEAD not in self.tensors.files
         shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
         check_shapes(self, shapes, {name: shape for name, shape in self.shapes.items() if not (tied and name == HEAD)})
 
     def from_pretrained(self, **options: Any) -> Any:
         """
-        Nothing is initialized because it is missing, and the routers that replaced a MoE's gates are loaded, too. A
-        quantized model is placed on this process's device, unless ZeRO-3 shards it.
+        Load the model, with the routers that replaced a MoE's gates. Raise if a weight is missing, rather than
+        initialize it. A quantized model is placed on this process's device, unless ZeRO-3 shards it.
         """
         has_routers = hasattr(self.config.get_text_config(), CONFIG_FIELD)
         if Path(self.path).is_dir():
@@ -458,7 +470,7 @@ class WholeModel(ModelFolder):
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.path, output_loading_info=True, ignore_mismatched_sizes=not has_routers, **options
             )
-        if has_routers:  # the gates that were replaced are not in its files
+        if has_routers:  # replaced gates are not in its files
             load_routers(model, self.folder)
         else:
             check_loaded(model, info, self)
@@ -466,7 +478,7 @@ class WholeModel(ModelFolder):
 
 
 class DenseFolder(WholeModel):
-    """A dense model. `to_moe` says which families it and its MoE belong to."""
+    """A dense model. `to_moe` sets its family and the family of its MoE."""
 
     kind = "a dense model"
     family: DenseFamily
@@ -474,10 +486,10 @@ class DenseFolder(WholeModel):
 
     def to_moe(self, family: str | None = None) -> DenseFolder:
         """
-        Check that it can become a native MoE, tensor by tensor.
+        Check, tensor by tensor, that the model can become a native MoE.
 
         Args:
-            family: the MoE's model type; None takes the one that fits.
+            family: the MoE's model type; None takes the first match.
 
         Returns:
             itself.
@@ -486,16 +498,16 @@ class DenseFolder(WholeModel):
             raise InputError(f"{self.path} is quantized; give the full-precision model it was made from")
         _refuse_adapter(self.folder, self)
         self.family, self.moe = find_families(self.config.model_type, family)
-        # Before the tensors: a setting that no MoE has is the cause of one that fits nowhere.
+        # Check settings before tensors: a setting that no MoE has can be the cause of a tensor that does not fit.
         carried_settings((self.family, self.moe), self.config)
-        for companion in self.companions():  # which will be copied
+        for companion in self.companions():  # will be copied
             if companion.suffix == ".json":
                 read_json(companion)
         self.check_tensors()
         return self
 
     def backbone(self, name: str) -> torch.Tensor:
-        """The non-FFN tensor that the MoE calls `name`."""
+        """Return the non-FFN tensor that the MoE calls `name`."""
         return self.family.backbone(name, self.config, self.read)
 
     def ffn(self, layer: int) -> FFN:
@@ -506,25 +518,25 @@ class DenseFolder(WholeModel):
         return backbone_shapes(self.config) | self.family.ffn_shapes(self.config)
 
     def say_untied(self) -> None:
-        """Tell the user if the MoE has more parameters than the experts', because its head is no longer tied."""
+        """Log that the MoE's head, tied in the dense model, gets its own parameters."""
         if getattr(self.config, "tie_word_embeddings", False):
             count = self.config.vocab_size * self.config.hidden_size
             logger.info(f"the head, tied to the embeddings in the dense model, gets parameters of its own: {count:,}")
 
 
 def open_dense(path: str | os.PathLike, family: str | None = None) -> DenseFolder:
-    """A dense model that can become a native MoE; see `DenseFolder.to_moe`."""
+    """Open a dense model that can become a native MoE; see `DenseFolder.to_moe`."""
     return open_folder(path, "model", DenseFolder).to_moe(family)
 
 
 class NativeFolder(WholeModel):
-    """A native MoE. If it is of one of `FAMILIES`, it has the tensors as a MoE's content."""
+    """A native MoE. In a family of `FAMILIES`, it also provides its tensors as a MoE's `Content`."""
 
     kind = "a native MoE"
 
     @cached_property
     def family(self) -> MoEFamily:
-        """Its family, which must be one of `FAMILIES`, with the family's own gates."""
+        """Family of the MoE. Raise if it is not in `FAMILIES`, or if other routers replaced its gates."""
         kind = self.config.model_type
         if kind not in FAMILIES:
             raise InputError(f"{self}: a {kind!r} model; give a native MoE of {', '.join(FAMILIES)}")
@@ -547,7 +559,7 @@ class NativeFolder(WholeModel):
         return self.read(self.family.router_name(layer))
 
     def experts(self, layer: int) -> Iterator[FFN]:
-        read = lru_cache(2)(self.read) if self.family.stacked else self.read  # where one tensor holds all experts
+        read = lru_cache(2)(self.read) if self.family.stacked else self.read  # one tensor holds all experts
         for expert in range(self.num_experts):
             yield self.family.read_expert(layer, expert, read)
 

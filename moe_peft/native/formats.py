@@ -1,4 +1,4 @@
-"""What `moe-peft export` writes. A further format is a function in a module of its own and an entry in `FORMATS`."""
+"""Output formats of `moe-peft export`. A further format is a function in its own module and an entry in `FORMATS`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 class Format(NamedTuple):
     """
-    A way to write a native MoE.
+    A format for native MoEs.
 
     Args:
-        export: from the folder of an adapter, an output and the adapter's base or None; with the keywords `family`,
-            `dtype` and what `reads` names. It returns what it has written.
-        about: for `--help`.
-        dtypes: that weights may have.
-        extra: the extra of this package that it needs; the function says so where it is missing.
-        reads: settings of the command that not all formats have: those of `export`, "verify", and "model" if the folder
-            may be a native MoE, too.
+        export: function of an adapter's folder, an output and the adapter's base model or None, with the keywords
+            `family`, `dtype` and the names in `reads`. It returns the path it has written.
+        about: text for `--help`.
+        dtypes: dtypes that weights may have.
+        extra: the extra of this package that the format needs; the function reports if it is missing.
+        reads: settings of the command that not all formats have: keywords of `export`, "verify", and "model" if the
+            folder may also be a native MoE.
     """
 
     export: Callable[..., Path]
@@ -30,7 +30,7 @@ class Format(NamedTuple):
 
 
 def _lazy(name: str, module: str) -> Callable[..., Path]:
-    """A function of this package, imported when it is called: `--help` needs no torch."""
+    """Return a function of this package that is imported when called: `--help` needs no torch."""
 
     def export(*args: Any, **kwargs: Any) -> Path:
         return getattr(import_module(module, __package__), name)(*args, **kwargs)
@@ -38,7 +38,7 @@ def _lazy(name: str, module: str) -> Callable[..., Path]:
     return export
 
 
-# dtype of a GGUF file → its name there.
+# dtype of a GGUF file → its name in GGUF.
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 FORMATS = {
     "safetensors": Format(

@@ -1,6 +1,6 @@
 """
-The sums of `ridge` beside a mixture, by expert: an expert can join, be replaced or leave with only its own texts, and
-nothing of the texts of one that left remains in the gates.
+Sums of `ridge` for each expert, saved with a mixture. With them, an expert can be added, replaced or removed with only
+its own texts. The gates keep no trace of a removed expert's texts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from ..utils.io import reading
 from ..utils.messages import InputError
 
 FILE = "ridge_sums.safetensors"
-KEPT = 2**28  # bytes that are kept by default
+KEPT = 2**28  # bytes; larger sums are not kept by default
 WAY = RidgeGates(by_expert=True)
 
 
 def size_of_sums(num_experts: int, widths: Sequence[int]) -> int:
-    """About how many bytes the file takes, for routers that read these widths."""
+    """Estimate the bytes of the file, for routers with these input widths."""
     return sum(8 * num_experts * (d * (d + 1) // 2 + d) for d in widths)
 
 
 def write_sums(folder: Path, sums: Sequence[Sums]) -> None:
-    """Write the sums of each router, XᵀX as its upper triangle. In float32, their rounding would be larger than λ."""
+    """
+    Write the sums of each router, XᵀX as its upper triangle. They are float64: in float32, rounding would exceed λ.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for i, of_router in enumerate(sums):
         for name, value in of_router.items():
@@ -37,10 +39,10 @@ def write_sums(folder: Path, sums: Sequence[Sums]) -> None:
 
 def read_sums(folder: Path, gates: Sequence[torch.Tensor]) -> list[Sums] | None:
     """
-    What `write_sums` wrote beside a mixture; None if there is no file.
+    Read the sums that `write_sums` saved with a mixture. None if there is no file.
 
     Args:
-        gates: the weights [n, d] of the mixture's routers, which the sums must give.
+        gates: weights [n, d] of the mixture's routers; the sums must give the same weights.
     """
     path = folder / FILE
     if not path.is_file():
@@ -61,7 +63,7 @@ def read_sums(folder: Path, gates: Sequence[torch.Tensor]) -> list[Sums] | None:
             torch.allclose(WAY.gates(of_router, ()).float(), weight_ND.float().cpu(), rtol=1e-3, atol=1e-3)
             for of_router, weight_ND in zip(sums, gates, strict=True)
         )
-    except (IndexError, KeyError, ValueError, RuntimeError):  # other names, other shapes, not invertible
+    except (IndexError, KeyError, ValueError, RuntimeError):  # wrong names, wrong shapes, not invertible
         fits = False
     if not fits:
         raise InputError(f"{path}: does not give this mixture's gates; remove it, and give texts for all experts")
@@ -70,10 +72,10 @@ def read_sums(folder: Path, gates: Sequence[torch.Tensor]) -> list[Sums] | None:
 
 def renumbered(sums: Sequence[Sums], experts: Sequence[int | None]) -> list[Sums]:
     """
-    The sums of some experts under other numbers.
+    Renumber the experts of the sums.
 
     Args:
-        experts: by new number the old one; None: there are no sums of it yet. Texts that experts are not for stay.
+        experts: for each new number the old number; None: an expert without sums. Sums of texts for no expert stay.
     """
     numbers = [(str(new), str(old)) for new, old in enumerate(experts) if old is not None] + [("-1", "-1")]
     return [

@@ -1,7 +1,7 @@
 """
-A native MoE as one GGUF file, which llama.cpp and programs built on it (Ollama, LM Studio) run.
+Export of a native MoE to one GGUF file, for llama.cpp and programs built on it (Ollama, LM Studio).
 
-What llama.cpp would compute differently from transformers raises an error that names the difference.
+If llama.cpp would compute the model differently from transformers, an error names the difference.
 
 Legend: n experts, f intermediate size, d hidden size.
 """
@@ -46,21 +46,21 @@ def export_gguf(
     dtype: str | None = None,
 ) -> Path:
     """
-    Write a GGUF file, tensor by tensor, from a native MoE or from a MoE-LoRA adapter and its base.
+    Write a GGUF file, tensor by tensor, from a native MoE or from a MoE-LoRA adapter and its base model.
 
     Args:
         source: folder of an adapter, or of an upcycled, exported or pruned MoE.
         output: a new file.
-        base, family: of an adapter, see `export_adapter`.
-        dtype: of the weights: `"float32"`, `"bfloat16"` or `"q8_0"`; None takes bfloat16 for a bfloat16 model,
+        base, family: for an adapter, see `export_adapter`.
+        dtype: dtype of the weights: `"float32"`, `"bfloat16"` or `"q8_0"`; None takes bfloat16 for a bfloat16 model,
             otherwise float32. Gates, norms and biases are float32.
 
     Returns:
         the file.
 
     Raises:
-        ValueError: llama.cpp would compute something other than the model, or tokenize differently; the message names
-            it, and nothing is written.
+        ValueError: llama.cpp would compute or tokenize differently from the model. The message names the difference,
+            and nothing is written.
 
     Example:
 
@@ -78,7 +78,7 @@ def export_gguf(
     output = Path(output).expanduser()
     if os.path.lexists(output):
         raise InputError(f"output={str(output)!r}: already exists; choose another")
-    # The tensors, and the folders of the tokenizer and generation config.
+    # Open the tensors, and the folders of the tokenizer and generation config.
     folder = open_folder(source, "model", MoELoraFolder, NativeFolder, base=base)
     content: Content
     if isinstance(folder, MoELoraFolder):
@@ -98,7 +98,7 @@ def export_gguf(
         writer.add_quantization_version(2)
         moe.add_settings(writer)
         _add_tokenizer(writer, tokenizer, name, model.folder / GENERATION_CONFIG, config)
-        # The names, shapes and types of all tensors, then each one's bytes.
+        # Write the names, shapes and types of all tensors, then the bytes of each.
         tensors, kinds = list(moe.tensors()), []
         for tensor in tensors:
             is_small = len(tensor.shape) == 1 or "_inp" in tensor.name  # norms, biases and gates
@@ -124,7 +124,7 @@ def export_gguf(
 
 # --- tensors and settings --------------------------------------------------------------------------------------------
 
-# Names on disk → in GGUF; of those in a layer, what comes after its number.
+# Name on disk → name in GGUF. In a layer, only the part after the layer's number.
 _NAMES = {
     EMBEDDINGS: "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -141,7 +141,7 @@ class _Tensor(NamedTuple):
 
 
 class _MoE:
-    """A native MoE as llama.cpp names and lays out its tensors and settings."""
+    """A native MoE with the names and layouts of llama.cpp."""
 
     def __init__(self, family: MoEFamily, config: PreTrainedConfig, content: Content, name: str) -> None:
         self.family, self.config, self.content = family, config, content
@@ -150,7 +150,7 @@ class _MoE:
         self.layers = range(config.num_hidden_layers)
         self.architecture = architecture(config)
         self._experts = lru_cache(1)(self._stacked)  # its three tensors are written one after the other
-        reason = inexact(config, False).get("llama.cpp")  # such as layers without experts, which have no shared ones
+        reason = inexact(config, False).get("llama.cpp")  # such as layers without experts, which have no shared experts
         if reason is None and family.shared is not None:
             has_shared = any(content.shared(layer).down.any() for layer in self.layers)
             reason = inexact(config, has_shared).get("llama.cpp")
@@ -158,7 +158,7 @@ class _MoE:
             raise InputError(f"{name}: llama.cpp does not compute this: {reason}")
 
     def add_settings(self, writer: Any) -> None:
-        """The settings that llama.cpp reads."""
+        """Write the settings that llama.cpp reads."""
         c, width = self.config, getattr(self.config, self.family.width)
         if window := sliding_window(c):
             logger.warning(f"llama.cpp ignores sliding windows, so the file allows texts of {window} tokens at most")
@@ -187,7 +187,7 @@ class _MoE:
             writer.add_logit_scale(c.logits_scaling)
 
     def tensors(self) -> Iterator[_Tensor]:
-        """Every tensor of the file, which is read when asked for."""
+        """Yield every tensor of the file. A tensor is read only when asked for."""
         c, d = self.config, self.config.hidden_size
         n, f = getattr(c, self.family.count), getattr(c, self.family.width)
         if self.rope["rope_type"] != "default":
@@ -211,7 +211,9 @@ class _MoE:
                 yield _Tensor(f"{start}gate_inp_shexp.weight", torch.Size((d,)), partial(self._shared_gate, layer))
 
     def _in_layer(self, name: str, module: str) -> torch.Tensor:
-        """A tensor outside of the experts; queries and keys with each head's dimensions in the order of rotation."""
+        """
+        Read a layer's tensor outside of the experts. For queries and keys, reorder each head's dimensions for rotation.
+        """
         tensor = self.content.backbone(name)
         heads = {
             "self_attn.q_proj": self.config.num_attention_heads, "self_attn.k_proj": self.config.num_key_value_heads
@@ -230,12 +232,12 @@ class _MoE:
         return getattr(self.content.shared(layer), part)
 
     def _shared_gate(self, layer: int) -> torch.Tensor:
-        if not self.content.shared(layer).down.any():  # whose gate does not matter; llama.cpp's is NaN at 0
+        if not self.content.shared(layer).down.any():  # any gate but 0, which gives NaN in llama.cpp
             return torch.ones(self.config.hidden_size)
         return self.content.backbone(self.family.shared_gate_name(layer)).flatten()
 
     def _rope_factors(self) -> torch.Tensor:
-        """What llama.cpp divides the frequency of each rotation by, [head_dim / 2]."""
+        """Return the divisors of the rotation frequencies in llama.cpp, [head_dim / 2]."""
         scaled, _ = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]](self.config, torch.device("cpu"))
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         return 1 / (self.rope["rope_theta"] ** exponents) / scaled
@@ -245,20 +247,22 @@ class _MoE:
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How a byte-level tokenizer splits text before merging, and whether words in its vocabulary stay → llama.cpp's name.
+# Splits of a byte-level tokenizer before merging, and whether words in its vocabulary stay whole → llama.cpp's name.
 _PRE_TOKENIZERS = {
     (("bytes",), False): "gpt-2",
-    (("digits", "bytes"), False): "smollm",  # Granite's too
+    (("digits", "bytes"), False): "smollm",  # also Granite
     ((_CONTRACTIONS + r"\p{N}" + _REST,), False): "qwen2",
     ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), True): "llama-bpe",
-    ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), False): "dbrx",  # Phi-4's too
+    ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), False): "dbrx",  # also Phi-4
 }
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, config: PreTrainedConfig) -> None:
     """
+    Write the tokenizer.
+
     Raises:
-        ValueError: there is no tokenizer, or none that llama.cpp has.
+        ValueError: there is no tokenizer, or llama.cpp has no equivalent.
     """
     from gguf import TokenType
 
@@ -276,7 +280,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
         for i in range(config.vocab_size)
     ]  # fmt: skip
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    if model["byte_fallback"]:  # SentencePiece's
+    if model["byte_fallback"]:  # from SentencePiece
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         for token in added.values():
@@ -286,7 +290,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
                     f"add it as AddedToken({token['content']!r}, normalized=False)"
                 )
         writer.add_add_space_prefix(_adds_space(tokenizer, backend, name))
-        # A token counts as its first merge does; others are not made by merging.
+        # Score a token by its first merge. Tokens without a merge get the lowest score.
         scores: dict[str, float] = {}
         for rank, (left, right) in enumerate(merges):
             scores.setdefault(left + right, -float(rank))
@@ -303,7 +307,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
         writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    # Special tokens, also those that a text begins and ends with.
+    # Write the special tokens, and whether texts begin with BOS and end with EOS.
     for kind in ("bos", "eos", "unk", "pad"):
         if (token := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(token)
@@ -312,7 +316,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
     ends = (read_json(generation) if generation.is_file() else {}).get("eos_token_id")
     others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, tokenizer.eos_token_id)]
-    if others:  # llama.cpp has one more; further ones it knows by their text
+    if others:  # llama.cpp has one more field, and knows further ones by text
         writer.add_eot_token_id(others[0])
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
@@ -322,10 +326,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
 
 def _model_name(stem: str, tokenizer: Any, name: str) -> str:
     """
-    A model's name. llama.cpp takes the spaces after special tokens away where it has "phi-3", of all tokens but three.
+    Return the model's name. If the name contains "phi-3", llama.cpp strips spaces after all special tokens but three.
 
     Raises:
-        ValueError: the tokenizer takes away others.
+        ValueError: the tokenizer strips spaces beside other tokens.
     """
     tokens = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     stripped = {name for name, token in tokens.items() if token.rstrip}
@@ -341,7 +345,7 @@ def _model_name(stem: str, tokenizer: Any, name: str) -> str:
 
 
 def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
-    """llama.cpp's name for how a byte-level tokenizer splits text."""
+    """Return llama.cpp's name for a byte-level tokenizer's way to split text."""
     pre = backend["pre_tokenizer"] or {}
     steps: list[Any] = []
     for step in pre.get("pretokenizers", [pre]):
@@ -361,10 +365,10 @@ def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
 
 def _adds_space(tokenizer: Any, backend: dict[str, Any], name: str) -> bool:
     """
-    Whether llama.cpp is to put a space before a text, and before what follows a special token.
+    Return whether llama.cpp must put a space before a text, and before text after a special token.
 
-    `Metaspace`, which transformers makes of Llama's tokenizers, adds none to a text that begins with one, nor, with the
-    scheme "first", after special tokens. llama.cpp has no name for either, so the chat template decides.
+    transformers converts Llama's tokenizers to `Metaspace`. It adds no space to a text that begins with a space nor,
+    with the scheme "first", after special tokens. llama.cpp has a name for neither rule, so the chat template decides.
     """
     pre, normalizer = backend["pre_tokenizer"] or {}, backend["normalizer"] or {}
     steps = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
@@ -390,17 +394,17 @@ _CHAT = [{"role": role, "content": "Hi there"} for role in ("user", "assistant",
 
 
 def _is_chat_exact(tokenizer: Any, adds_space: bool) -> bool:
-    """Whether llama.cpp reads a chat as the tokenizer does; without a chat template, a plain text."""
+    """Return whether llama.cpp tokenizes a chat as the tokenizer does. Without a chat template, test a plain text."""
     text = "Hi there"
     if tokenizer.chat_template:
         try:
             text = tokenizer.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
-        except Exception:  # a template's own, of a chat of three turns
+        except Exception:  # raised by the template for a chat of three turns
             return False
     plain = copy.deepcopy(tokenizer.backend_tokenizer)
     plain.pre_tokenizer.prepend_scheme = "never"
     added = {token.content: (i, token.rstrip) for i, token in tokenizer.added_tokens_decoder.items()}
-    ids, takes_spaces = [], False  # of the token before
+    ids, takes_spaces = [], False  # whether the previous token strips spaces
     for part in re.split(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})", text):
         if part in added:
             token, takes_spaces = added[part]

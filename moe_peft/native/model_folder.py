@@ -1,4 +1,4 @@
-"""Fills a MoE's folder, layer by layer, and copies what goes with the weights."""
+"""Write a MoE checkpoint layer by layer, with its tokenizer, configs and license files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .safetensors_io import ShardedWriter
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GENERATION_CONFIG = "generation_config.json"
-# Files beside the weights that belong to the new model too: those of the tokenizer, which belong together …
+# Files to copy to the new model: the tokenizer's …
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
               "chat_template*", "*.tiktoken", "additional_chat_templates/*")  # fmt: skip
-# … and those that the base's terms require to be passed on.
+# … and the license files, which must be passed on.
 TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
 COMPANIONS = (GENERATION_CONFIG, *_TOKENIZER, *TERMS)
 
-NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints hold it, and models compute it
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # in old checkpoints; models compute it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,14 +47,15 @@ def write_moe(
     eos_token_id: int | None = None,
 ) -> Path:
     """
-    Write a MoE folder: weights under their names on disk, the config, the files that go with them, and a model card.
+    Write a MoE folder: weights under their names on disk, config, tokenizer, generation config, license files and model
+    card.
 
     Args:
-        base: the folder whose generation config and terms of use are copied.
-        tokenizer: the folder whose tokenizer and chat template are.
-        max_shard_size: bytes.
-        bases, made: what it was made from, and how: see `write_model_card`.
-        eos_token_id: a further EOS token; None: the base's config has all.
+        base: folder to copy the generation config and license files from.
+        tokenizer: folder to copy the tokenizer and chat template from.
+        max_shard_size: in bytes.
+        bases, made: base models, and how the MoE was made: see `write_model_card`.
+        eos_token_id: a further EOS token; None: use only the base config's EOS tokens.
     """
     for source in (base, tokenizer):  # before any work
         companions(source)
@@ -62,14 +63,14 @@ def write_moe(
     backbone = backbone_shapes(config)
     plan = {name: (dtype, shape) for name, shape in family.plan(config, backbone).items()}
     with new_folder(output_dir) as folder:
-        # The weights, each tensor straight to its bytes on disk.
+        # Write the weights, each tensor directly to its bytes on disk.
         with ShardedWriter(folder, plan, max_shard_size) as writer:
             for name in backbone:
                 writer.write(name, content.backbone(name))
             for layer in tqdm(range(config.num_hidden_layers), desc="layers"):
                 for part in family.parts(config, layer, content):
                     writer.write(part.name, part.tensor, part.start)
-        # What goes with them.
+        # Write the tokenizer, configs, license files and model card.
         copy_companions(base, folder, (GENERATION_CONFIG, *TERMS))
         copy_companions(tokenizer, folder, _TOKENIZER)
         if eos_token_id is not None:
@@ -81,7 +82,7 @@ def write_moe(
 
 
 def _add_eos_token(token: int, config: PreTrainedConfig, generation: Path) -> None:
-    """Add an EOS token. As where TRL changes it, generation still stops at the former ones."""
+    """Add an EOS token. Generation still stops at the previous ones, as in TRL."""
     former = _listed(config.eos_token_id)
     if token not in former:
         config.eos_token_id = token
@@ -98,14 +99,17 @@ def _listed(tokens: int | list[int] | None) -> list[int]:
 
 
 def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
-    """Copy what goes with a model or an adapter: tokenizer, chat template, generation config, terms of use."""
+    """Copy the tokenizer, chat template, generation config and license files of a model or an adapter."""
     for path in companions(source, patterns):
         (folder / path.relative_to(source)).parent.mkdir(exist_ok=True)
         shutil.copy(path, folder / path.relative_to(source))
 
 
 def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]:
-    """The files beside a folder's weights that go with what is made of it."""
+    """
+    Return the tokenizer, generation config and license files in a folder, to copy to derived models. Raise for a link
+    to a file outside.
+    """
     files = [path for pattern in patterns for path in source.glob(pattern) if path.is_file()]  # no pipe
     roots = [source.resolve()]
     if roots[0].parent.name == "snapshots":
@@ -119,7 +123,7 @@ def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]
 
 
 def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> None:
-    """Add to a config file the fields that transformers 5 renamed, under the names that other stacks read."""
+    """Add fields renamed by transformers 5 to a config file under their old names, for vLLM and other readers."""
     values = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(values.get("rope_parameters") or {})
     values[family.count] = getattr(config, family.count)
@@ -132,7 +136,7 @@ def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> 
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
+    """Return the dtype with this name."""
     if name not in DTYPES:
         raise InputError(choice_error("dtype", name, DTYPES))
     return DTYPES[name]

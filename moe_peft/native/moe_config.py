@@ -1,4 +1,4 @@
-"""The config of a MoE, from its dense model's."""
+"""Config of a MoE, from its dense model's config."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..utils.loading import empty_model
 from ..utils.messages import InputError
 from .families import DenseFamily, MoEFamily
 
-# Qwen2-MoE always has a shared expert. Where none is wanted, it has this width and computes zero.
+# Qwen2-MoE always has a shared expert. An unused shared expert has this width and computes zero.
 EMPTY_SHARED = 32
-# Fields that follow from others, describe the file, or mean nothing while sliding windows are off.
+# Fields that are derived from others, describe the file, or mean nothing without sliding windows.
 _NOT_CARRIED = {"model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "layer_types",
                 "max_window_layers", "tie_word_embeddings", "intermediate_size", "pretraining_tp"}  # fmt: skip
 _FFN_BLOCKS = (".mlp.", ".block_sparse_moe.")  # of all families, by their names in memory
@@ -33,14 +33,16 @@ def moe_config(
     dense_layers: list[int] | None = None,
 ) -> PreTrainedConfig:
     """
-    The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders
-    support no tied MoE; router outputs, and with them the balancing loss, are off.
+    Return the MoE's config: the dense model's settings and the experts' settings.
+
+    Tied embeddings are untied, since some loaders support no tied MoE. Router outputs are off, and so is the balancing
+    loss.
 
     Args:
-        families: of the dense model and of the MoE.
+        families: families of the dense model and of the MoE.
         width: an expert's intermediate size.
         normalizes: whether the gates of the chosen experts sum to 1.
-        shared_width: the shared expert's intermediate size; a family that must have one gets an empty one.
+        shared_width: the shared expert's intermediate size; a family with a mandatory shared expert gets an empty one.
         router_aux_loss_coef: coefficient of the balancing loss.
         dense_layers: layers without experts.
     """
@@ -61,7 +63,7 @@ def moe_config(
         "intermediate_size": dense.intermediate_size,
         family.width: width,
         "output_router_logits": False,
-        "router_aux_loss_coef": float(router_aux_loss_coef),  # configs of transformers take no integer
+        "router_aux_loss_coef": float(router_aux_loss_coef),  # transformers' configs accept no integer
         "tie_word_embeddings": False,
     }
     if family.normalizes:
@@ -76,14 +78,14 @@ def moe_config(
 
 
 def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrainedConfig) -> dict[str, Any]:
-    """The dense model's settings that its MoE has too."""
+    """Return the settings that the dense model and its MoE have in common."""
     dense, moe = families
     values, defaults = dense.settings(config), type(config)().to_dict()
     moe_fields = {*CONFIG_MAPPING[moe.model_type]().to_dict(), *moe.keeps}
-    # Models read the size of a head, also where their config class does not declare it.
+    # Models read the head size, even if their config class does not declare it.
     defaults.setdefault("head_dim", config.hidden_size // config.num_attention_heads)
     for key, value in values.items():
-        # The dense model does not read other fields that its config class does not declare.
+        # The dense model ignores all other fields that its config class does not declare.
         if key in defaults and key not in moe_fields | _NOT_CARRIED and value != defaults[key]:
             raise InputError(f"{key}={value!r} of the dense model: {moe.model_type} has no such setting")
     carried = {key: value for key, value in values.items() if key in (moe_fields & defaults.keys()) - _NOT_CARRIED}
@@ -92,13 +94,13 @@ def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrained
         carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
     elif layer_types and set(layer_types) != {"full_attention"}:
         raise InputError(f"layer_types of the dense model: {moe.model_type} has full attention in every layer")
-    elif layer_types:  # the dense model looks at nothing else
+    elif layer_types:  # the dense model reads nothing else
         off = {"use_sliding_window": False, "sliding_window": None}
         carried |= {key: value for key, value in off.items() if key in moe_fields}
     return carried
 
 
 def backbone_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
-    """Names and shapes of all non-FFN tensors of a dense model or a MoE."""
+    """Return the names and shapes of all non-FFN tensors of a dense model or a MoE."""
     state = empty_model(config, f"config of the model type {config.model_type!r}").state_dict()
     return {name: t.shape for name, t in state.items() if not any(block in name for block in _FFN_BLOCKS)}

@@ -1,4 +1,4 @@
-"""Loads the routers that replace a native MoE's gates (`replace_routers`); transformers does not load them."""
+"""Load the routers that replace a native MoE's gates (`replace_routers`). transformers does not load them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ROUTER = re.compile(r"\.(moe_router\..+)$")
 
 def load_routers(model: Any, folder: str | os.PathLike) -> None:
     """
-    Replace a native MoE's gates by the routers that it was saved with (`replace_routers`).
+    Replace a native MoE's gates by the routers it was saved with (`replace_routers`).
 
-    `from_pretrained` alone leaves gates random where the routers do not fold into plain ones; transformers then reports
+    `from_pretrained` alone leaves gates random if the routers do not fold into plain gates. transformers then reports
     missing weights.
 
     Args:
         model: the native MoE that transformers loaded from `folder`.
-        folder: what `save_pretrained` wrote, with the settings of the routers in its config.
+        folder: folder written by `save_pretrained`, with the routers' settings in its config.
 
     Raises:
         ValueError: the config names no routers, or the folder lacks their weights.
@@ -73,8 +73,8 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
 
 def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Tensor]:
     """
-    The tensors in a folder of the routers that replaced gates, by the names that `model` has for them: the names on
-    disk are those of the family's checkpoints, up to the router itself.
+    Read the tensors of the routers that replaced gates, by their names in `model`. Names on disk are the names of the
+    family's checkpoints, up to the router itself.
     """
     stored = Checkpoint(Path(folder))
     gates = {
@@ -86,6 +86,6 @@ def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Ten
     for name in stored:
         layer, router = _LAYER.search(f".{name}"), _ROUTER.search(name)
         if layer and router and layer.group(1) in gates:
-            file = open_safetensors(Path(folder, stored.files[name]), folder)  # which may hold integers, too
+            file = open_safetensors(Path(folder, stored.files[name]), folder)  # may hold integers, too
             tensors[f"{gates[layer.group(1)]}.{router.group(1)}"] = file.get_tensor(name)
     return tensors

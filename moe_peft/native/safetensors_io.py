@@ -1,6 +1,6 @@
 """
-Checkpoints on disk, tensor by tensor: a lazy reader of safetensors, and a sharded writer that holds no more than the
-tensor it is given. Both are independent of models.
+Checkpoints on disk, tensor by tensor: a lazy reader of safetensors, and a sharded writer that holds one tensor at a
+time. Both are independent of models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 class Checkpoint:
     """
-    The tensors of a model folder. They are read when asked for; shapes and dtypes are cached.
+    Tensors of a model folder, read when asked for. Shapes and dtypes are cached.
 
     Args:
         folder: has `model.safetensors`, or shards and their index.
@@ -39,7 +39,7 @@ class Checkpoint:
         return iter(self.files)
 
     def stored_name(self, name: str, other: str | None = None) -> str:
-        """The name under which a tensor is stored: its own, or `other`, where that holds the same."""
+        """Return the name that a tensor is stored under: `name`, or else `other`, for an equal tensor."""
         stored = next((key for key in (name, other) if key in self.files), None)
         if stored is None:
             raise InputError(f"{self.folder} has no tensor {name}; is the checkpoint complete?")
@@ -55,15 +55,15 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, read from disk at every call."""
-        self.dtype(name)  # raises an error if it is not one of `_DTYPES`
+        """Read a tensor from disk, anew at every call."""
+        self.dtype(name)  # raises an error for a dtype outside `_DTYPES`
         tensor = open_safetensors(self.folder / self.files[name], self.folder).get_tensor(name)
         if not tensor.sum(dtype=torch.float64).isfinite():
             raise InputError(f"{self.folder}: {name} holds NaN or infinity; use another checkpoint")
         return tensor
 
     def _header(self, name: str) -> tuple[torch.Size, str]:
-        """A tensor's shape, and safetensors' name of its dtype."""
+        """Return a tensor's shape, and safetensors' name of its dtype."""
         file = self.files[name]
         if file not in self._headers:  # opening a file takes milliseconds, and a MoE has thousands of tensors in one
             stored = open_safetensors(self.folder / file, self.folder)
@@ -76,12 +76,12 @@ class Checkpoint:
 
 class ShardedWriter:
     """
-    Writes tensors to the safetensors files of a folder, in full or in parts and in any order, straight to their bytes.
+    Writes tensors directly to their bytes in a folder's safetensors files, in full or in parts, and in any order.
 
     Args:
-        folder: must exist.
-        tensors: name → (dtype, shape) of everything that will be written. Shards follow this order.
-        max_shard_size: bytes.
+        folder: an existing folder.
+        tensors: name → (dtype, shape) of all tensors to write. Shards follow this order.
+        max_shard_size: in bytes.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ShardedWriter:
             raise InputError(
                 f"{name}: {tuple(tensor.shape)} is more than what is left of {tuple(self._tensors[name][1])}"
             )
-        with path.open("r+b") as file:  # one at a time: a process may have few open, a model many
+        with path.open("r+b") as file:  # one at a time: a process may have few files open, and a model many
             file.seek(offset + start * dtype.itemsize)
             file.write(data.view(torch.uint8).numpy().data)
         self._left[name] -= size

@@ -1,5 +1,5 @@
 """
-Dense checkpoints to a native MoE checkpoint, one tensor at a time: settings, what is written, and its tensors.
+Upcycling of dense checkpoints to a native MoE checkpoint, one tensor at a time.
 
 Sources: Sparse Upcycling (Komatsuzaki et al., 2023), Drop-Upcycling (arXiv 2502.19261) with its fine-grained and shared
 experts (appendix C.6), weight scaling (He et al., 2024), several checkpoints as experts (Branch-Train-MiX, UpIT).
@@ -40,7 +40,7 @@ from .model_folder import parse_dtype, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
 from .upcycle_config import UpcycleConfig, router_inits
 
-# What models must have in common for their average to make sense.
+# Config fields that models must share for their average to make sense.
 _SAME = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "tie_word_embeddings",
@@ -49,7 +49,7 @@ _SAME = (
 
 
 def needs_calibration(router_init: str) -> bool:
-    """Whether such gates are made from data."""
+    """Return whether these initial gates are made from data."""
     return router_init == "attention" or router_init in GATE_INITS
 
 
@@ -61,29 +61,29 @@ def upcycle(
     calibration: Iterable[Mapping[str, Any]] | None = None,
 ) -> Path:
     """
-    Write the MoE that dense models become: weights, config, tokenizer and generation config.
+    Write a MoE made from dense models: weights, config, tokenizer and generation config.
 
-    Memory: a few times one FFN and the largest other tensor, whatever the models' size; with
-    `router_init="attention"`, `"ridge"` or `"prompts"` a dense model is loaded first.
+    Memory: a few times one FFN and the largest other tensor, for models of any size. With `router_init="attention"`,
+    `"ridge"` or `"prompts"`, a dense model is loaded first.
 
     Args:
-        models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
-            comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
+        models: a dense model's folder (or name on the hub), or several of one architecture. Expert i of several models
+            comes from model i (in turn, if there are fewer models than experts), and all other weights are averaged.
         output_dir: a new or empty folder. A killed run leaves nothing in it.
         config: see `UpcycleConfig`.
-        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; they replace what `router_init`
-            makes.
+        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; they replace the gates of
+            `router_init`.
         calibration: for a `router_init` from data, batches of `input_ids` [B, S] and, if there is padding,
             `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts. For
-            `"ridge"` and `"prompts"` also `expert` [B], see `moe_peft.init_gates`; of several models, they run through
-            the one with the mean weights.
+            `"ridge"` and `"prompts"` also `expert` [B], see `moe_peft.init_gates`. With several models, they run
+            through a model with the mean weights.
 
     Returns:
         the folder.
 
     Raises:
-        ValueError: no family holds the models, a setting does not fit them, a checkpoint is broken, or `output_dir`
-            is neither new nor empty.
+        ValueError: no family holds the models, a setting does not fit them, a checkpoint is broken, or `output_dir` is
+            neither new nor empty.
 
     Example:
 
@@ -131,7 +131,7 @@ def upcycle(
 
 
 def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoEFamily, PreTrainedConfig]:
-    """The MoE's family and config, from a dense model's config."""
+    """Return the MoE's family and config, from a dense model's config."""
     families = find_families(dense.model_type, config.family)
     m, f = config.granularity, dense.intermediate_size
     if f % m:
@@ -160,7 +160,7 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
 
 
 def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
-    """Check that two models' weights can be averaged, and that they read the same tokens."""
+    """Check that two models' weights can be averaged, and that their tokenizers agree."""
     fields, others = model.config.to_dict(), other.config.to_dict()
     for name in _SAME:
         if fields.get(name) != others.get(name):
@@ -175,7 +175,7 @@ def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
 def _calibrated_gates(
     sources: Sequence[DenseFolder], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]]
 ) -> dict[int, torch.Tensor]:
-    """The gates that data through the dense model give, by layer."""
+    """Return layer → gates, made from data in the dense model."""
     attention = config.router_init == "attention"
     if attention and len(sources) > 1:
         raise InputError("router_init='attention': takes one dense model; use another router_init with several")
@@ -192,7 +192,9 @@ def _calibrated_gates(
 
 
 def mean_model(sources: Sequence[DenseFolder], dtype: str = "auto") -> PreTrainedModel:
-    """The dense model with the mean weights of several of one architecture, rounded as `upcycle` rounds them."""
+    """
+    Return a dense model with the mean weights of several models of one architecture, rounded as `upcycle` rounds them.
+    """
     dense = sources[0].load(dtype)
     for name, parameter in dense.named_parameters():
         parameter.data.copy_(_mean(source.read(name) for source in sources))
@@ -200,7 +202,7 @@ def mean_model(sources: Sequence[DenseFolder], dtype: str = "auto") -> PreTraine
 
 
 def _mean(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
-    """In float64, with one of them in memory at a time."""
+    """Average tensors in float64, with one of them in memory at a time."""
     total, count = next(tensors).double(), 1
     for count, tensor in enumerate(tensors, 2):  # noqa: B007
         total += tensor
@@ -215,17 +217,17 @@ def _read_routers(path: str) -> dict[int, torch.Tensor]:
         return {int(name): tensor for name, tensor in load_file(path).items()}
 
 
-_THREADS = 4  # also the number of FFNs that may wait in memory
+_THREADS = 4  # also the maximum number of FFNs that wait in memory
 
 
 class Upcycled:
     """
-    A MoE's content: expert i comes from the i-th dense model (in turn, where there are fewer), the backbone is their
-    average.
+    Content of an upcycled MoE. Expert i comes from dense model i (in turn, if there are fewer models), and the backbone
+    is their average.
 
     Args:
         sources: dense models of one architecture.
-        routers: layer → gates [n, d] or [m·n, d]; None draws them as the config says.
+        routers: layer → gates [n, d] or [m·n, d]; None draws them by the config.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class Upcycled:
             config.shared_indices,
         )
         self._ahead: Iterator[FFN] = iter(())
-        self._ahead_at: int | None = None  # the layer whose experts come next in it
+        self._ahead_at: int | None = None  # layer of the next experts in `_ahead`
         if routers is not None:
             self._check_routers(routers)
 
@@ -263,7 +265,7 @@ class Upcycled:
     def backbone(self, name: str) -> torch.Tensor:
         if self.config.init == "scratch":
             like = self.sources[0].backbone(name)
-            if like.dim() == 1:  # of norms; or a bias
+            if like.dim() == 1:  # a norm's weight, or a bias
                 return torch.full_like(like, float(not name.endswith("bias")))
             weight = torch.empty(like.shape)
             return weight.normal_(std=self.config.noise_std, generator=generator_for(self.config.seed, name))
@@ -281,13 +283,16 @@ class Upcycled:
         parts = c.num_experts * c.granularity // len(weight_ND)
         gates = weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
         if parts > 1 and c.num_shared_experts % parts:
-            # Not all parts of an expert are active. If they tied, each program would choose different ones.
+            # Not all parts of an expert are active. If their gates tied, each program would choose different parts.
             noise = torch.empty(gates.shape).normal_(generator=generator_for(c.seed, layer, "ties"))
             gates = gates + 0.01 * gates.std() * noise
         return gates
 
     def experts(self, layer: int) -> Iterator[FFN]:
-        """The routed experts of a layer. Fastest layer by layer, as the next layer's are begun early."""
+        """
+        Yield the routed experts of a layer. Reading layer by layer is fastest, as the next layer's experts are begun
+        early.
+        """
         c = self.config
         ahead = self._ahead if self._ahead_at == layer else self._experts_from(layer)
         self._ahead_at = None
@@ -296,8 +301,9 @@ class Upcycled:
 
     def _experts_from(self, first: int) -> Iterator[FFN]:
         """
-        All experts from a layer on, made by a few threads ahead of the writing: drawing random numbers takes longer
-        than writing them.
+        Yield all experts from layer `first` on.
+
+        A few threads make them ahead of the writer, because drawing random numbers takes longer than writing them.
         """
         workers = min(_THREADS, os.cpu_count() or 1)
         pending: deque[Future[FFN]] = deque()
@@ -311,17 +317,17 @@ class Upcycled:
                 yield pending.popleft().result()
 
     def _routed(self, layer: int) -> Iterator[tuple[FFN, int]]:
-        """The dense FFN that each routed expert is made from, or the part of one, and its index among the m·n."""
+        """Yield each routed expert's source, a dense FFN or a part of it, and the expert's index among the m·n."""
         c, m = self.config, self.config.granularity
         for expert in range(c.num_experts):
             if expert == 0 or len(self.sources) > 1:
                 ffn = self._source(expert).ffn(layer)
             for index, neurons in enumerate(self._neurons(layer, expert, ffn.gate.shape[0]), expert * m):
-                if index >= c.num_shared_experts:  # the first ones are the shared block
+                if index >= c.num_shared_experts:  # the first experts are the shared block
                     yield (ffn if m == 1 else ffn.neurons(neurons)), index
 
     def _neurons(self, layer: int, expert: int, f: int) -> list[torch.Tensor]:
-        """The neurons of each of the m parts of an expert."""
+        """Return the neurons of each of an expert's m parts."""
         c, m = self.config, self.config.granularity
         if c.fine_grained_split == "partition":
             return shard_indices(f, m, generator_for(c.seed, layer, expert, "shards"))
@@ -336,7 +342,7 @@ class Upcycled:
         if not c.weight_scaling:
             return expert
         # The active experts are k times as wide as the dense FFN, so each of their neurons should count 1/k. The gates
-        # of the m·k - k_s routed ones sum to 1.
+        # of the m·k - k_s routed experts sum to 1.
         return expert.scaled((m * c.top_k - c.num_shared_experts) / c.top_k)
 
     def shared(self, layer: int) -> FFN:
@@ -346,12 +352,12 @@ class Upcycled:
         sampled = joined(list(self._sampled(layer)))
         block = self.init.make(sampled, 0, 1, generator_for(c.seed, layer, "shared"))
         gate, up, down = block.scaled(1 / c.top_k if c.weight_scaling else 1.0)
-        return FFN(gate, up, 2 * down)  # its gate in a Qwen2-MoE is a sigmoid, which is one half at first
+        return FFN(gate, up, 2 * down)  # its gate in a Qwen2-MoE is a sigmoid, one half at first
 
     def _sampled(self, layer: int) -> Iterator[FFN]:
         """
-        The neurons of the shared block: those of the first k_s parts of the experts' partitions. No neuron is in it
-        twice while it is at most as wide as the dense FFN.
+        Yield the neurons of the shared block: the first k_s parts of the experts' partitions. No neuron occurs twice if
+        the block is at most as wide as the dense FFN.
         """
         c, m = self.config, self.config.granularity
         for first in range(0, c.num_shared_experts, m):

@@ -1,6 +1,4 @@
-"""
-How a dense model becomes a MoE: the settings, in a module without torch, so that `moe-peft upcycle --help` needs none.
-"""
+"""Settings of upcycling, in a module without torch, so that `moe-peft upcycle --help` needs none."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from ..utils.settings import Range, check_settings, setting
 
 RouterInit = Literal["normal", "uniform", "zeros", "given", "attention"]
 Split = Literal["partition", "independent"]
-# The settings of `ExpertInit` that each initialization of experts reads.
+# The settings of `ExpertInit` that each initialization reads.
 INITIALISATION_READS: dict[str, tuple[str, ...]] = {
     "copy": (),
     "noise": ("noise_scale",),
@@ -36,13 +34,13 @@ ROUTER_READS: dict[str, tuple[str, ...]] = {
 
 # Fields with choices → the settings that each choice reads.
 _READS = {"init": INITIALISATION_READS, "router_init": ROUTER_READS}
-# More experts would take all memory, more noise would not be finite in half precision.
+# More experts would take all memory, and more noise would overflow in half precision.
 _COUNT, _COUNT_OR_NONE = Range(1, 2**16, whole=True), Range(0, 2**16, whole=True)
 _SHARE, _SIZE = Range(0, 1), Range(0, 1000)
 
 
 def router_inits() -> tuple[str, ...]:
-    """Initial gates: at random, given, or from data."""
+    """Return the names of all initial gates: random, given, or from data."""
     from ..models.gate_init import GATE_INITS
 
     of_texts = [name for name, way in GATE_INITS.items() if way.needs_texts and way.router_type == "linear"]
@@ -52,40 +50,40 @@ def router_inits() -> tuple[str, ...]:
 @dataclass
 class UpcycleConfig:
     """
-    How a dense model becomes a MoE.
+    Settings to upcycle a dense model to a MoE.
 
     Args:
         num_experts: n, before they are split (`granularity`).
         top_k: experts per token, before they are split.
-        family: the MoE's model type; None takes the one that fits.
-        init: initial values of the experts, see `ExpertInit`. With `"scratch"`, all other weights are random, too:
-            N(0, noise_std²), norms 1, biases 0. Only the model's shape and tokenizer are used then: the baseline "from
-            scratch" of Router Upcycling, Drop-Upcycling and others.
-        noise_scale, noise_std, noise_share, drop_rate, shared_indices: its settings.
-        granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active
+        family: the MoE's model type; None takes the first match.
+        init: initial values of the experts, see `ExpertInit`. With `"scratch"`, all other weights are random as well:
+            N(0, noise_std²), norms 1, biases 0. Only the model's shape and tokenizer are used then. This is the
+            baseline "from scratch" of Router Upcycling, Drop-Upcycling and others.
+        noise_scale, noise_std, noise_share, drop_rate, shared_indices: settings of `init`.
+        granularity: m. Every expert is split into m fine-grained experts of f/m neurons, and m·top_k are active
             (Drop-Upcycling, appendix C.6.1).
-        fine_grained_split: the neurons of a fine-grained expert. `"partition"`: the m parts of an expert are a random
-            partition of the FFN. They share their initial gate (but for a hundredth of noise where shared experts
-            leave some parts of one inactive), so they are chosen together at first, and the function is kept.
-            `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own,
-            however gates are made (the paper's choice); the function is kept on average only.
-        num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
-            random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
-            stays top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
+        fine_grained_split: neurons of a fine-grained expert. `"partition"`: the m parts of an expert are a random
+            partition of the FFN. They share their initial gate, so they are chosen together at first, and the function
+            is kept. (If shared experts leave some parts of an expert inactive, gates get noise of a hundredth of their
+            standard deviation.) `"independent"`: every fine-grained expert has its own f/m random neurons and its own
+            gate, for every `router_init` (the paper's choice). The function is kept on average only.
+        num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m random
+            neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width stays
+            top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
         weight_scaling: scale up and down projections so that the active experts add up to the dense FFN. The shared
-            block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
-        router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
-            experts tie; the parts of one are then not chosen together), `"given"`, or `"attention"`: what an attention
-            router with the dense model's queries and keys folds into (Router Upcycling, section 3.2).
-        router_init_std: std, the gates' standard deviation; of `"uniform"`, U(-√3·std, √3·std).
-        router_num_heads: for `"attention"`, m: routers that the attention's heads are grouped into. None: the largest
-            number that divides the number of gates and the attention's size (n itself, if it does).
+            block's gate in a Qwen2-MoE, one half at first, is always compensated.
+        router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with the same standard deviation, `"zeros"` (all
+            experts tie, so the parts of an expert are not chosen together), `"given"`, or `"attention"`: an attention
+            router with the dense model's queries and keys, folded (Router Upcycling, section 3.2).
+        router_init_std: std, the gates' standard deviation; `"uniform"` is U(-√3·std, √3·std).
+        router_num_heads: for `"attention"`, m: the number of routers, each for a group of attention heads. None: the
+            largest number that divides the number of gates and the attention's size (n itself, if it does).
         router_weights: for `"given"`, a safetensors file with a tensor per layer, named "0", "1", …: [m·n, d], a gate
             for each fine-grained expert, or, with the split `"partition"`, also [n, d].
         router_aux_loss_coef: coefficient of the load-balancing loss in the MoE's config (Drop-Upcycling, A.4: 0.02).
-        dtype: of the weights; None keeps the model's.
-        max_shard_size: of the output's files.
-        seed: of everything random. The same seed gives the same bytes.
+        dtype: dtype of the weights; None keeps the model's.
+        max_shard_size: maximum size of an output file.
+        seed: seed of all random numbers. The same seed gives the same bytes.
 
     Example:
 
@@ -134,7 +132,7 @@ class UpcycleConfig:
             raise self._error("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
         if self.router_init == "given" and self.router_weights is None:
             raise self._error("router_weights", "goes with router_init='given'")
-        # Settings that the chosen initialization does not read would be ignored.
+        # Refuse settings that the chosen initialization would ignore.
         for choice, reads in _READS.items():
             for name in dict.fromkeys(name for settings in reads.values() for name in settings):
                 changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
@@ -144,7 +142,9 @@ class UpcycleConfig:
 
     @property
     def num_gates(self) -> int:
-        """Initial gates of a layer, before shared experts are left out: the parts of a partition share one."""
+        """
+        Number of a layer's initial gates, before shared experts are left out. The parts of a partition share a gate.
+        """
         return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
 
     def _error(self, name: str, remedy: str) -> InputError:

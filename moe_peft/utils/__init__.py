@@ -1,1 +1,1 @@
-"""What every part of the package uses: validation, files, loading, versions, processes, model cards."""
+"""Shared by all parts of the package: validation, files, loading, versions, processes and model cards."""

@@ -1,9 +1,9 @@
 """
-Every private name of peft, trl, transformers and torch that this package overrides, calls or reads, in one place.
+Table of all private names of peft, trl, transformers and torch in use: overridden, called or read here.
 
-`PRIVATE` lists them. There are no upper bounds on versions: `require` looks up overridden names when the part that
-overrides them is imported, `private` those that are called, and a test all of them. A name that a new version has moved
-raises an error that says which, instead of leaving a hook that nobody calls.
+There are no upper bounds on versions. Instead, `require` looks up the overridden names of `PRIVATE` when the overriding
+module is imported, `private` looks up called names, and a test looks up all. If a new version has moved a name, an
+error names it. Otherwise a hook would silently never be called.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-# The newest versions that tests passed with: all tests with those of `constraints.txt`, all but the slow ones with
-# newer versions (`make test-latest`).
+# The newest versions that tests passed with: all tests with the versions in `constraints.txt`, all but the slow tests
+# with newer versions (`make test-latest`).
 TESTED = {"torch": "2.14.1", "transformers": "5.24.0", "peft": "0.21.2", "trl": "1.16.0"}
 
-# Set in `__init__`, so the class does not show whether they still exist; the test reads its source.
+# Set in `__init__`, so a lookup in the class does not find them; the test searches the class's source.
 OF_INSTANCES = {
     "_active_adapter", "_disable_adapters", "_signature_columns", "_train_batch_size",
     "_created_lr_scheduler", "aux_loss_enabled",
@@ -24,9 +24,9 @@ OF_INSTANCES = {
 
 # Module or class → names in it.
 PRIVATE: dict[str, tuple[str, ...]] = {
-    # Functions that `adapter` calls: PEFT's own lists of linears, which grow with what it supports.
+    # Functions called by `adapter`: PEFT's lists of linear layers, which grow with its supported types.
     "peft.tuners.tuners_utils": ("_get_in_out_features", "_maybe_include_all_linear_layers"),
-    # The tuner: hooks that PEFT calls, overridden in `adapter.model`.
+    # The tuner: hooks called by PEFT, overridden in `adapter.model`.
     "peft.tuners.tuners_utils.BaseTuner": (
         "_prepare_adapter_config",
         "_prepare_model",
@@ -48,14 +48,14 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_get_base_layer_device_and_dtype",
         "_move_adapter_to_device_of_base_layer",
     ),
-    # A module's own parameters without its `getattr`, in `adapter.experts.lora`.
+    # A module's own parameters as a plain dictionary, without calls of `__getattr__`, in `adapter.experts.lora`.
     "torch.nn.Module": ("_parameters",),
-    # ZeRO-3's config, taken away in `utils.loading` where models without weights are made.
+    # ZeRO-3's config, removed in `utils.loading` while models without weights are created.
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
-    # Which modules of a native MoE are routers, read in `models.introspection` and `adapter.base_model`.
+    # The router modules of a native MoE, read in `models.introspection` and `adapter.base_model`.
     "transformers.PreTrainedModel": ("_can_record_outputs",),
-    # Resuming of native MoEs, and clipping, overridden in `training.mixins`; labels of tokens as a column that is kept,
-    # as TRL's own trainers keep theirs (with `remove_unused_columns=False`, collators would get all columns).
+    # Resuming of native MoEs, and clipping, overridden in `training.mixins`. Token labels are kept as a column, as in
+    # TRL's trainers (with `remove_unused_columns=False`, collators would get all columns).
     "transformers.Trainer": (
         "_clip_grad_norm",
         "_get_grad_norm",
@@ -66,24 +66,24 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_created_lr_scheduler",
         "_train_batch_size",
     ),
-    # Labels of tokens, in `training.trainers`.
+    # Token labels, in `training.trainers`.
     "trl.SFTTrainer": ("_prepare_dataset", "aux_loss_enabled"),
-    # What vLLM is sent of an adapter in training, in `training.rollouts`.
+    # The tensors of an adapter in training that are sent to vLLM, in `training.rollouts`.
     "trl.generation.vllm_generation.VLLMGeneration": ("_iter_named_params",),
     # The fused head, in `training.scoring` and UpIT's router initialization: never all logits at once, tested by TRL.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),
-    # What Liger binds its forwards with, replaced in `adapter.liger`.
+    # Liger's function to bind its forwards, replaced in `adapter.liger`.
     "liger_kernel.transformers.monkey_patch": ("_bind_method_to_module",),
-    # The modes of torch.compile, for a check of arguments.
+    # The modes of torch.compile, to check arguments.
     "torch._inductor": ("list_mode_options",),
-    # Whether a layer runs under a checkpoint, in `adapter.router_recorder` and `routing.routers`.
+    # Detects a layer running under a checkpoint, in `adapter.router_recorder` and `routing.routers`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }
 
 
 def place(path: str) -> Any:
-    """The module or class of a dotted path."""
+    """Return the module or class of a dotted path."""
     try:
         return import_module(path)
     except ImportError:
@@ -92,7 +92,7 @@ def place(path: str) -> Any:
 
 
 def private(module: str, name: str) -> Any:
-    """The object that a name in `PRIVATE` refers to."""
+    """Return the object of a name in `PRIVATE`. Raise an ImportError if the installed version lacks it."""
     value = getattr(place(module), name, None) if name in PRIVATE[module] else None
     if value is None:
         raise _moved(module, name)
@@ -100,7 +100,7 @@ def private(module: str, name: str) -> Any:
 
 
 def require(*paths: str) -> None:
-    """Look up the names that the importing module overrides in these classes."""
+    """Check that these classes still have the names overridden by the importing module."""
     for path in paths:
         for name in PRIVATE[path]:
             if name not in OF_INSTANCES and not hasattr(place(path), name):
@@ -115,8 +115,8 @@ def _moved(path: str, name: str) -> ImportError:
 
 def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:
     """
-    Whether a trainer's micro-batch losses add up to that of the optimizer step, rather than being averaged over
-    accumulation steps afterwards. `Trainer.training_step` decides this by the same attributes (public, undocumented).
+    Return whether a trainer's micro-batch losses add up to the optimizer step's loss. If not, they are averaged over
+    accumulation steps. `Trainer.training_step` decides by the same attributes (public, undocumented).
     """
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is not None:

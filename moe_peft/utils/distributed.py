@@ -1,6 +1,6 @@
 """
-Parameters that DeepSpeed's ZeRO-3 shards among processes, in a model that no trainer has prepared yet; how processes
-agree, and how to leave them.
+Parameters sharded by DeepSpeed's ZeRO-3, in a model that no trainer has prepared yet. Also how processes agree on a
+result, and how they end.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .messages import InputError
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """The full shape of a parameter; a sharded one is empty."""
+    """Return the full shape of a parameter. A sharded parameter itself is empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Whether ZeRO-3 has sharded a parameter."""
+    """Return whether ZeRO-3 has sharded a parameter."""
     return hasattr(parameter, "ds_shape")
 
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
     """
-    Inside this block, sharded parameters are full. All processes must enter it; with `write`, what the first one
-    assigns stays.
+    Gather sharded parameters inside the block. All processes must enter it. With `write`, the first process's
+    assignments are kept.
     """
     sharded = [p for p in parameters if is_sharded(p)]
     if not sharded:
@@ -49,9 +49,9 @@ def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterato
 @contextmanager
 def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, a model with sharded parameters can run without DeepSpeed's engine: the weights of each decoder
-    layer are gathered while it runs, all others while the model does. All processes must run it the same number of
-    times.
+    Let a model with sharded parameters run without DeepSpeed's engine inside the block. Each decoder layer's weights
+    are gathered while the layer runs, all other weights while the model runs. All processes must run it the same number
+    of times.
     """
     if not any(map(is_sharded, model.parameters())):
         with _marked_full(model):
@@ -76,8 +76,8 @@ def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _marked_full(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, the parameters say that ZeRO-3 has not sharded them: TRL's fused head asks them, also those of a
-    quantized model, which is not sharded before it is trained.
+    Mark the parameters as not sharded by ZeRO-3 inside the block. TRL's fused head reads the mark, even for a quantized
+    model, which is not sharded before training.
     """
     if not is_deepspeed_zero3_enabled():
         yield
@@ -94,7 +94,7 @@ def _marked_full(model: nn.Module) -> Iterator[None]:
 
 
 class _Unit:
-    """The hooks of a module whose parameters are gathered together."""
+    """Hooks to gather a module's parameters together."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -112,13 +112,13 @@ Result = TypeVar("Result")
 
 def on_main_process(act: Callable[[], Result]) -> Result:
     """
-    Do something only in the main process, once all have come here; the others wait for it.
+    Call a function only in the main process, once all processes have arrived. The others wait for its result.
 
     Args:
-        act: what to do; what it returns can be pickled.
+        act: the function; its result can be pickled.
 
     Returns:
-        what it returned, in every process.
+        the result, in every process.
     """
     state = PartialState()
     state.wait_for_everyone()
@@ -139,10 +139,10 @@ def on_main_process(act: Callable[[], Result]) -> Result:
 
 def leave_processes() -> None:
     """
-    Leave the process group, if there is one, at the end of a program.
+    Leave the process group at the end of a program, if there is a group.
 
-    DDP's reducers must be gone before: one that is collected later destroys the group while it holds the interpreter's
-    lock, and waits for a thread of gloo's that needs the lock.
+    DDP's reducers must be freed first. A reducer collected later destroys the group while it holds the
+    interpreter's lock, and waits for a thread of gloo that needs the same lock.
     """
     gc.collect()
     PartialState().destroy_process_group()

@@ -1,4 +1,4 @@
-"""How alike experts are: inner products and cosines of their values."""
+"""Likeness of experts: inner products and cosines of their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .torch_contexts import double
 
 def update_gram(A_NRI: torch.Tensor, B_NRO: torch.Tensor) -> torch.Tensor:
     """
-    Inner products of the updates B A of one module's n LoRA experts, float64 [n, n]; no matrix is as large as B A.
+    Return the inner products of the updates B A of one module's n LoRA experts, float64 [n, n]. No temporary matrix is
+    as large as B A.
 
     Args:
         A_NRI: [n, r, in].
@@ -24,7 +25,9 @@ def update_gram(A_NRI: torch.Tensor, B_NRO: torch.Tensor) -> torch.Tensor:
 
 
 def value_gram(values_NM: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
-    """Inner products of n experts' values [n, m], float64 [n, n]; computed in chunks, as float64 takes more memory."""
+    """
+    Return the inner products of n experts' values [n, m], float64 [n, n]. Chunks limit the memory for float64 copies.
+    """
     return sum(
         (double(part) @ double(part).T for part in values_NM.split(chunk, dim=1)),
         torch.zeros((), dtype=torch.float64),
@@ -32,14 +35,14 @@ def value_gram(values_NM: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
 
 
 def similarities(gram_NN: torch.Tensor) -> torch.Tensor:
-    """Cosines from inner products, [n, n]. An expert that is zero is similar only to itself."""
+    """Return cosines from inner products, [n, n]. An expert with all values zero is similar only to itself."""
     norms_N = gram_NN.diagonal().sqrt()
     cosines_NN = gram_NN / torch.outer(norms_N, norms_N)
     return cosines_NN.nan_to_num(0.0, 0.0, 0.0).fill_diagonal_(1.0)
 
 
 class Likeness(NamedTuple):
-    """How alike two different experts are: the mean, the smallest and the largest cosine."""
+    """Likeness of two different experts: mean, smallest and largest cosine."""
 
     mean: float
     smallest: float
@@ -47,7 +50,7 @@ class Likeness(NamedTuple):
 
 
 def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Likeness | None:
-    """The summary of cosines [n, n]; None if there are no two experts."""
+    """Summarize cosines [n, n]. None if there are fewer than two experts."""
     if cosines_NN is None or len(cosines_NN) < 2:
         return None
     cosines_NN = torch.as_tensor(cosines_NN, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """
-Keys of other programs' configs, and what they are in `moe-peft sft` and `moe-peft dpo`, in `moe-peft mix` and in
-recipes; docs/coming-from.md lists the first.
+Keys of other programs' configs → their equivalents in `moe-peft sft` and `moe-peft dpo`, in `moe-peft mix` and in
+recipes. docs/coming-from.md lists the first table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _ADAPTER = "adapter, if it is a MoE-LoRA adapter; a LoRA: merge it into its base
 _EVALUATED = "a test split of dataset_name, such as a folder's test.jsonl beside its train.jsonl, with eval_strategy"
 _TRAINED = "leave it out: prompts have no loss where rows have prompt and completion; else assistant_only_loss"
 
-# Key, or key and value → what it is here.
+# Key, or key and value → its equivalent here.
 FOREIGN: dict[str, str] = {
     # the model
     "model": "model_name_or_path",
@@ -94,7 +94,7 @@ FOREIGN: dict[str, str] = {
     "wandb_log_model": "the environment's WANDB_LOG_MODEL",
 }
 
-# The same of `moe-peft mix`, for keys of mergekit-moe among others.
+# The same for `moe-peft mix`, with keys of mergekit-moe among others.
 FOREIGN_TO_MIX: dict[str, str] = {
     "base_model": "base, of adapters; models need none",
     "model": "base, of adapters",
@@ -113,7 +113,7 @@ FOREIGN_TO_MIX: dict[str, str] = {
     "output_dir": "output",
 }
 
-# The same of a recipe's top level.
+# The same for a recipe's top level.
 FOREIGN_TO_RECIPES: dict[str, str] = {
     **dict.fromkeys(("base_model", "model_name", "model_name_or_path"), "model.name_or_path"),
     **dict.fromkeys(("dataset", "datasets", "dataset_name"), "data.train"),

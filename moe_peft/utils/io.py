@@ -1,8 +1,8 @@
 """
-Reads text, JSON and safetensors that come from outside, and writes files. `loading` reads adapters and models.
+Read text, JSON and safetensors from outside, and write files. `loading` reads adapters and models.
 
-Whatever is wrong with a file, found here or inside a library that reads it, becomes a `ValueError` of one line that
-names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
+Any error in a file, found here or in a library, becomes a `ValueError` with one line that names the file and a remedy.
+Weights are read only from safetensors: pickled weights could run code.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt"
 @contextmanager
 def reading(source: object, remedy: str = "") -> Iterator[None]:
     """
-    Put what a library raises as it opens or parses a file, whatever it is, on one line that says what was read. Where
-    models are made and code of this package or of a plugin runs, `refused_by_libraries` is for it.
+    Convert any error of a library that opens or parses a file to an `InputError` with one line. To create models, or to
+    run code of this package or a plugin, use `refused_by_libraries`.
 
     Args:
         source: the field with its value, or the file.
@@ -48,22 +48,22 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
         if out_of_memory(error):
             raise
         text = one_line(error)
-        if "trust_remote_code" in text:  # whose advice is to run the code
+        if "trust_remote_code" in text:  # transformers advises to run the code
             text = "comes with code of its own, which is never run; use a model of transformers' own classes"
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
         raise InputError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
 
 
-# Their own refusals of what they are given.
+# Libraries; an error raised in their code means that they refuse an input.
 _LIBRARIES = ("peft", "transformers", "torch", "safetensors", "accelerate", "huggingface_hub", "trl", "datasets")
 
 
 @contextmanager
 def refused_by_libraries(source: object, remedy: str = "") -> Iterator[None]:
     """
-    Put what is wrong with an input on one line that says which: an `InputError`, and what a library itself raises.
-    Other errors, such as any that code of this package or of a plugin raises, are bugs and stay what they are.
+    Convert an `InputError`, or an error raised by a library itself, to an `InputError` with one line that names the
+    input. Other errors, such as from code of this package or of a plugin, are bugs and stay unchanged.
 
     Args:
         source: the field with its value, or the file.
@@ -108,13 +108,13 @@ def check_on_hub(name: str, source: object, revision: str | None = None) -> None
 
 def read_text(path: str | os.PathLike, source: object = None) -> str:
     """
-    A file in UTF-8, with or without a byte order mark.
+    Read a file in UTF-8, with or without a byte order mark.
 
     Args:
         source: the field and its value, for messages; None: the path.
     """
     path, source = Path(path), source or path
-    if not path.is_file():  # a pipe that nobody fills would wait for ever
+    if not path.is_file():  # reading an empty pipe would wait for ever
         raise InputError(f"{source}: " + ("not a file" if path.exists() else "no such file"))
     try:
         return path.read_text("utf-8-sig")
@@ -125,7 +125,7 @@ def read_text(path: str | os.PathLike, source: object = None) -> str:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """A file with a JSON object."""
+    """Read a file with a JSON object."""
     text = read_text(path)
     try:
         value = json.loads(text)
@@ -140,8 +140,8 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, source: object) -> dict[str, str]:
-    """The tensors of a model folder: name → file."""
-    if (folder / SINGLE).is_file():  # like transformers, which looks for an index after it
+    """Return the tensors of a model folder: name → file."""
+    if (folder / SINGLE).is_file():  # before the index, like transformers
         with open_safetensors(folder / SINGLE, source) as file:
             return dict.fromkeys(file.keys(), SINGLE)
     if (folder / INDEX).is_file():
@@ -158,7 +158,7 @@ def weight_files(folder: Path, source: object) -> dict[str, str]:
 
 
 def check_weights(folder: Path, source: object) -> None:
-    """Raise if a safetensors file of a model folder is missing or damaged, or a tensor is in none of them."""
+    """Raise if a model folder's safetensors file is missing or damaged, or lacks a tensor named in the index."""
     files = weight_files(folder, source)
     for file in sorted(set(files.values())):
         inside = set(open_safetensors(folder / file, source).keys())
@@ -170,13 +170,13 @@ def check_weights(folder: Path, source: object) -> None:
 
 
 def open_safetensors(path: Path, source: object) -> Any:
-    """A safetensors file, whose header is checked against its length."""
+    """Open a safetensors file and check its header against its length."""
     with reading(f"{source}: {path} cannot be read", "download or save it again"):
         return safe_open(path, framework="pt")
 
 
 def no_weights(folder: Path, wanted: str) -> str:
-    """The message for a folder without the file `wanted`."""
+    """Return the message for a folder without the file `wanted`."""
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         return (
@@ -197,16 +197,16 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """
     Write a file or a folder completely or not at all.
 
-    Yields a hidden path beside `path`, to write to. It is renamed to `path` when the block ends, and removed if the
-    block raises; until then, what `path` held stays. If several processes write one path, each has a hidden path of its
-    own, and the last to end wins.
+    Yields a hidden path in the folder of `path`, to write to. It is renamed to `path` when the block ends, and removed
+    if the block raises. Until then, the previous content of `path` stays. If several processes write to `path`, each
+    has a different hidden path, and the last to end wins.
     """
     path = Path(path)
     _clean_up(path)
     partial, former = (_hidden(path, word) for word in ("partial", "former"))
     try:
         yield partial
-        while True:  # a folder can only be renamed to a free name, which another process may take first
+        while True:  # a folder can only be renamed to a free name; another process may take it first
             if partial.is_dir() and path.exists():
                 with suppress(FileNotFoundError):
                     path.rename(former)
@@ -226,12 +226,14 @@ _HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def _hidden(path: Path, word: str) -> Path:
-    """Return a name beside `path` that no other running process uses."""
+    """Return a name in the folder of `path` that no other running process uses."""
     return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}.{word}")
 
 
 def _clean_up(path: Path) -> None:
-    """Remove the hidden paths that killed processes of this machine left beside `path`. Put back a renamed folder."""
+    """
+    Remove the hidden paths in the folder of `path` left by killed processes of this machine. Put back a renamed folder.
+    """
     left = re.compile(rf"\.{re.escape(path.name)}\.{_HOST}-(\d+)\.(partial|former)")
     for entry in list(path.parent.iterdir()) if path.parent.is_dir() else ():
         match = left.fullmatch(entry.name)
@@ -246,7 +248,7 @@ def _clean_up(path: Path) -> None:
 @contextmanager
 def new_folder(path: str | os.PathLike, field: str = "output_dir") -> Iterator[Path]:
     """
-    Write a folder completely or not at all. It is new, or an empty one that may be a link or a mount point.
+    Write a folder completely or not at all. It is new, or an empty folder that may be a link or a mount point.
 
     Args:
         field: the field that names it, for messages.
@@ -270,7 +272,7 @@ def new_folder(path: str | os.PathLike, field: str = "output_dir") -> Iterator[P
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -278,13 +280,13 @@ def remove(path: Path) -> None:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write a JSON file completely or not at all; values that JSON lacks become strings."""
+    """Write a JSON file completely or not at all. Values that JSON lacks become strings."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def hash_file(path: str | os.PathLike) -> str:
-    """The SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -294,8 +296,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def parse_size(size: str) -> int:
     """
-    Bytes of `"5GB"` or `"200MB"`; units in either case (accelerate's parser takes "5gb" for gigabits). A bare number is
-    bytes, at least a million: `"5"` does not mean five.
+    Return the bytes of a size like `"5GB"` or `"200MB"`, with units in upper or lower case (accelerate's parser takes
+    "5gb" for gigabits). A bare number is bytes, at least a million: `"5"` is refused, as hardly anyone means five
+    bytes.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMG]B|)", size.upper())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and len(size) < 20 else 0
@@ -305,7 +308,7 @@ def parse_size(size: str) -> int:
 
 
 def link_weights(source: str, target: str) -> None:
-    """Copy a file; weights, which may be large and are not edited, are linked where the file system can."""
+    """Copy a file. Weights may be large and are not edited, so they are linked if the file system allows it."""
     Path(target).unlink(missing_ok=True)  # never write into a file that may be linked from elsewhere
     if source.endswith(".safetensors"):
         try:
@@ -332,13 +335,13 @@ def output_folder(
     remedy: str = "choose another",
 ) -> Iterator[Path]:
     """
-    Make a folder and hold it for this process. If nothing is put into it, it is removed.
+    Create a folder and lock it for this process. If it stays empty, it is removed.
 
     Args:
-        path: its `~` is expanded.
+        path: the folder; `~` is expanded.
         field: the field that names it, for messages.
-        is_ours: whether a folder with content belongs to a run that this one resumes. None: it must be empty.
-        remedy: what to do if it is not.
+        is_ours: returns whether a folder with content belongs to a run to resume. None: it must be empty.
+        remedy: what to do if it is not empty.
     """
     folder, setting = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
     if not os.fspath(path).strip():
@@ -362,18 +365,18 @@ def output_folder(
             try:
                 yield folder
             finally:
-                for made in {*folder.iterdir()} - before:  # a trainer makes its folder before it refuses
+                for made in {*folder.iterdir()} - before:  # a trainer creates its folder before it refuses
                     if made.is_dir() and not any(path.is_file() for path in made.rglob("*")):
                         remove(made)
     finally:
-        with suppress(OSError):  # something was put into it
+        with suppress(OSError):  # not empty
             for made in new:
                 made.rmdir()
 
 
 @contextmanager
 def _locked(lock: Path, setting: str) -> Iterator[None]:
-    """Hold a lock: a file that exists while it is held. A process that died no longer holds it."""
+    """Hold a lock, a file that exists meanwhile. If the process dies, the lock is released."""
     held = WeakFileLock(lock, timeout=0.1)
     try:
         held.__enter__()

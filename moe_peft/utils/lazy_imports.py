@@ -1,4 +1,4 @@
-"""Delays imports: a package's names until first use, and actions until a module is imported."""
+"""Delay imports: of a package's names until first use, and of actions until a module is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """
-    A package's `__getattr__`, `__dir__` and `__all__`, from the imports in its stub: `__init__.pyi` beside `file`.
+    Return a package's `__getattr__`, `__dir__` and `__all__`, from the imports in its stub, `__init__.pyi` in the
+    folder of `file`.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
@@ -28,7 +29,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         return value
 
     class Package(ModuleType):
-        """A function hides the module of its name, in whatever order the two are imported."""
+        """Module class that keeps an exported name if a submodule has the same name, whenever the two are imported."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in modules or not isinstance(value, ModuleType):
@@ -39,7 +40,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
 
 
 def when_imported(name: str, act: Callable[[ModuleType], Any]) -> None:
-    """Call `act` with a module: at once if it is loaded, otherwise as soon as it is."""
+    """Call `act` with a module: at once if the module is loaded, otherwise as soon as it is imported."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -47,7 +48,7 @@ def when_imported(name: str, act: Callable[[ModuleType], Any]) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds a module as the other finders do, and calls `act` after it has been run."""
+    """Finds a module as the other finders do, and calls `act` after the module has run."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], Any]) -> None:
         self.name, self.act = name, act
@@ -55,7 +56,7 @@ class _Watcher(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.name:
             return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # the ones before have been asked
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # earlier finders were asked already
         finders = (finder for finder in later if hasattr(finder, "find_spec"))
         spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
         loader: Any = None if spec is None else spec.loader

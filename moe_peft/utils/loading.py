@@ -1,6 +1,6 @@
 """
-Reads configs, adapters' weights and tokenizers through PEFT and transformers, and checks them: nothing is used that is
-missing, not finite, or pickled. `native.folders` says what a folder is, and loads models.
+Read configs, adapters' weights and tokenizers through PEFT and transformers, and check them. Missing, non-finite or
+pickled weights are refused. `native.folders` decides the kind of a folder, and loads models.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from .settings import ALPHA, LARGEST_SIZE, PATTERNS, Range, check_patterns
 
 logger = logging.getLogger("moe_peft")
 
-EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
+EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # only the first process reads weights; set by accelerate
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
+_DTYPES = ("F64", "F32", "BF16", "F16")  # names in safetensors
 _MOST_LAYERS = 10_000
-# For every load through one of transformers' Auto classes: left out, the class asks on stdin whether to run the code in
-# a model's folder, and runs it.
+# For every load through transformers' Auto classes. Without it, they ask on stdin whether to run code in a model's
+# folder, and run it.
 NO_CODE = {"trust_remote_code": False}
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
 def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig:
     """
-    An adapter's config: a folder's, or that of a name on the hub. AdaLoRA's is that of the LoRA which it is.
+    Read an adapter's config from a folder or from a name on the hub. AdaLoRA's is converted to a LoRA's.
 
     Args:
         source: the field and its value, for messages.
@@ -86,7 +86,10 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
 
 
 def as_lora(config: PeftConfig) -> PeftConfig:
-    """Return the config of the LoRA that an AdaLoRA is, with its E in A: see `with_scaled_rows`; others stay."""
+    """
+    Convert an AdaLoRA's config to an equivalent LoRA's, with E multiplied into A (see `with_scaled_rows`). Other
+    configs stay unchanged.
+    """
     if not isinstance(config, AdaLoraConfig):
         return config
     scaling = config.lora_alpha / (config.init_r + 1e-5)  # PEFT's forward pass has the 1e-5
@@ -100,21 +103,21 @@ def as_lora(config: PeftConfig) -> PeftConfig:
 
 
 def with_scaled_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors with A [r, in] of AdaLoRA times its E [r, 1], as a LoRA has them; others stay."""
+    """Convert an AdaLoRA's tensors to a LoRA's: A [r, in] times E [r, 1]. Other adapters' tensors stay unchanged."""
     scaled: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         module, _, kind = key.rpartition(".")
         if (E := tensors.get(f"{module}.lora_E")) is None:
             scaled[key] = tensor
         elif kind != "lora_E":
-            missing = int(len(E) == 0)  # a LoRA has one row at least, here of zeros
+            missing = int(len(E) == 0)  # a LoRA has at least one row, here zeros
             is_A = kind == "lora_A"
             scaled[f"{key}.weight"] = pad(tensor * E if is_A else tensor, (0, 0, 0, missing) if is_A else (0, missing))
     return scaled
 
 
 def way_to_lora(kind: PeftType) -> str:
-    """Return how adapters of a type become LoRAs, to end a message; empty if PEFT cannot convert them."""
+    """Return the way to convert an adapter type to LoRA, to end a message. "" if PEFT cannot convert it."""
     layer = getattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "tuner_layer_cls", None)
     kinds = () if layer is None else (layer, *layer.__subclasses__())
     converts = any(each.supports_lora_conversion is not BaseTunerLayer.supports_lora_conversion for each in kinds)
@@ -122,7 +125,7 @@ def way_to_lora(kind: PeftType) -> str:
 
 
 def _adapter_file(folder: str | os.PathLike, name: str, source: object) -> Path:
-    """A file of an adapter's folder, or of its name on the hub."""
+    """Return a file of an adapter's folder, or of its name on the hub."""
     if Path(folder).exists():
         return Path(folder, name)
     with reading(source):
@@ -134,10 +137,12 @@ _OF_MLX = {"lora_parameters", "fine_tune_type"}  # keys of mlx-lm's adapter_conf
 
 def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
     """
+    Check that this version knows all fields of an adapter's config.
+
     Raises:
-        ValueError: a config sets what this version does not know; PEFT would drop it with a warning. In a LoRA's
-            config, unknown numbers and texts pass, and what another program has written there as a mapping, with a
-            warning: new features of PEFT are turned on by true, a list, or a mapping called `…_config`.
+        ValueError: an unknown field is set; PEFT would drop it with a warning. New features of PEFT are turned on by
+            true, a list, or a mapping called `…_config`. In a LoRA's config, other unknown fields pass: numbers and
+            texts, and, with a warning, other programs' mappings.
     """
     supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])}
     program = "moe-peft-hf" if kind == "MOE_LORA" else f"PEFT ({peft.__version__})"
@@ -157,6 +162,8 @@ def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
 
 def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     """
+    Check the sizes in an adapter's config.
+
     Raises:
         ValueError: a size in an adapter's config is not a number above 0, or would take all memory.
     """
@@ -166,7 +173,7 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
         del sizes["lora_alpha"]
     for name in PATTERNS:
         if name == "rank_pattern" and saved.get("peft_type") == "ADALORA":
-            continue  # it says which rows of A are left
+            continue  # lists the rows of A that are left
         if not isinstance(value := saved.get(name) or {}, dict):
             raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
         sizes |= {f"{name}.{module}": number for module, number in value.items()}
@@ -178,8 +185,8 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
 
 def adapter_weights(folder: str | os.PathLike, source: object) -> Path:
     """
-    The file of an adapter's tensors: a folder's, or that of a name on the hub, where PEFT would take a pickled one. Its
-    header is checked; no tensor is read.
+    Return the file of an adapter's tensors, in a folder or from a name on the hub. Pickled weights are refused,
+    although PEFT would read them. The header is checked; no tensor is read.
     """
     path = _adapter_file(folder, ADAPTER_WEIGHTS, f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read")
     if not path.is_file():
@@ -194,11 +201,11 @@ def adapter_weights(folder: str | os.PathLike, source: object) -> Path:
 
 
 def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:
-    """An adapter's tensors, on the CPU; see `adapter_weights`."""
+    """Read an adapter's tensors, on the CPU; see `adapter_weights`."""
     path = adapter_weights(folder, source)
     with reading(f"{source}: its weights cannot be read", "save the adapter again"):
         tensors = with_scaled_rows(load_file(path))
-    # PEFT saves a head in `modules_to_save` of resized embeddings three times.
+    # With resized embeddings, PEFT saves a head in `modules_to_save` three times.
     copies = re.compile(r"\.(original_module|modules_to_save)\.")
     return {
         key: value for key, value in tensors.items() if not (copies.search(key) and copies.sub(".", key) in tensors)
@@ -206,7 +213,7 @@ def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str,
 
 
 def read_config(name: str | os.PathLike, source: object, revision: str | None = None) -> PreTrainedConfig:
-    """A model's config, of a folder or a name on the hub."""
+    """Read a model's config from a folder or from a name on the hub."""
     folder = Path(name)
     if folder.is_file():
         raise InputError(f"{source}: is a file; name a model's folder")
@@ -232,6 +239,8 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
 
 def check_causal(config: PreTrainedConfig, source: object) -> None:
     """
+    Check that a model is a causal language model.
+
     Raises:
         ValueError: transformers has no causal language model of this type.
     """
@@ -241,7 +250,7 @@ def check_causal(config: PreTrainedConfig, source: object) -> None:
 
 def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -> PreTrainedModel:
     """
-    A model without weights, on the meta device.
+    Create a model without weights, on the meta device.
 
     Args:
         dtype: of the parameters; "auto" is the config's.
@@ -253,7 +262,7 @@ def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -
 
 @contextmanager
 def without_zero3() -> Iterator[None]:
-    """Inside this block, ZeRO-3 does not shard new models."""
+    """Keep ZeRO-3 from sharding new models inside the block."""
     reference = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed._hf_deepspeed_config_weak_ref = None
     try:
@@ -264,6 +273,8 @@ def without_zero3() -> Iterator[None]:
 
 def read_tokenizer(name: str | os.PathLike, source: object, revision: str | None = None) -> Any:
     """
+    Read a tokenizer.
+
     Raises:
         ValueError: there is none, or it cannot be read.
     """
@@ -273,8 +284,10 @@ def read_tokenizer(name: str | os.PathLike, source: object, revision: str | None
 
 def check_tokenizer(tokenizer: Any, config: PreTrainedConfig | None, source: object) -> None:
     """
+    Check that a tokenizer has an EOS token, and no more tokens than the model has embeddings.
+
     Args:
-        config: of the model that it is used with; None: one whose embeddings are resized for it.
+        config: config of the model used with the tokenizer; None: the embeddings will be resized.
     """
     if tokenizer.eos_token is None:
         raise InputError(f"{source}: its tokenizer has no eos_token; set it in tokenizer_config.json")
@@ -287,14 +300,14 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig | None, source: obj
 
 
 def chat_template(path: str | None, field: str) -> str | None:
-    """What `chat_template_path` names: a file's template, or that of another tokenizer. None if there is no path."""
+    """Return the template of `chat_template_path`, from a file or another tokenizer. None if there is no path."""
     if path is None:
         return None
     source = f"{field}={path!r}"
     if Path(path).is_file():
         return read_text(path, source)
     template = read_tokenizer(path, source).chat_template
-    if isinstance(template, dict):  # the one that conversations without tools go through
+    if isinstance(template, dict):  # the default is for conversations without tools
         template = template.get("default")
     if template is None:
         raise InputError(f"{source}: a tokenizer without a (default) chat template; name another, or a file")
@@ -306,12 +319,14 @@ _ROWS = 64  # TRL makes the number of embeddings a multiple of this
 
 def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: PreTrainedConfig) -> str | None:
     """
-    Why an adapter's base cannot take what `chat_template_path` names; None if it can. With a tokenizer's template, TRL
-    takes its added tokens and its EOS token, and resizes the embeddings, which an adapter's folder does not hold.
+    Return a message if an adapter's base model does not fit the tokenizer of `chat_template_path`, otherwise None.
+
+    With a tokenizer's template, TRL takes its added tokens and its EOS token, and resizes the embeddings. An adapter's
+    folder does not hold resized embeddings.
 
     Args:
-        tokenizer: the base's.
-        config: the base's.
+        tokenizer: the base model's.
+        config: the base model's.
     """
     if path is None or Path(path).is_file():
         return None
@@ -329,10 +344,12 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
 
 def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = "give it one") -> None:
     """
+    Check that a tokenizer has the chat template of a setting.
+
     Args:
         asked: whether prompts go through a chat template; a string names one of several.
         field: the field that asks for it, for messages.
-        remedy: where there is none.
+        remedy: what to do if there is no template.
     """
     template = tokenizer.chat_template
     if asked and template is None:
@@ -344,6 +361,8 @@ def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = 
 
 def _check_counts(values: Mapping[str, Any], source: object) -> None:
     """
+    Check the numbers of layers and experts in a model's config.
+
     Raises:
         ValueError: a model's config has so many layers or experts that listing them would take for ever.
     """
@@ -357,8 +376,10 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 def _check_experts(config: PreTrainedConfig, source: object) -> None:
     """
+    Check the number of experts per token in a native MoE's config.
+
     Raises:
-        ValueError: a native MoE's config has no experts, or gives a token more than there are.
+        ValueError: a token has no experts, or more experts than there are.
     """
     config = config.get_text_config()
     k = getattr(config, "num_experts_per_tok", None)
@@ -369,10 +390,11 @@ def _check_experts(config: PreTrainedConfig, source: object) -> None:
 
 def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesConfig:
     """
-    The config, checked: by itself it ignores unknown fields, and does nothing without a number of bits.
+    Return a checked `BitsAndBytesConfig`. The class itself ignores unknown fields, and does nothing without a number
+    of bits.
 
     Args:
-        path: of the field that has them.
+        path: the field with the config, for messages.
     """
     supported = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     if wrong := unknown_keys(fields, supported, f"{path}.", "transformers' BitsAndBytesConfig"):
@@ -387,6 +409,8 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object) -> None:
     """
+    Check the weights of a model loaded by transformers.
+
     Raises:
         ValueError: weights were missing, have another shape, or are not finite.
     """
@@ -407,7 +431,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object
             raise InputError(
                 f"{source}: its files have {key}, which its config does not mention; use the config it was saved with"
             )
-        if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in names:  # not those of parts that this class leaves out
+        if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in names:  # parts that this class leaves out are allowed
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
             raise InputError(
                 f"{source}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "

@@ -1,4 +1,4 @@
-"""Wording that error messages share: one line that names the field, its value and what is allowed."""
+"""Shared wording of error messages: one line with the field, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 
 def install(extra: str) -> str:
-    """How to install the package with an extra: from a clone, as its name on PyPI is not taken yet."""
+    """Return the command to install the package with an extra: from a clone, as its name on PyPI is not taken yet."""
     return f"pip install '.[{extra}]' in a clone of moe_peft"
 
 
 class InputError(ValueError):
-    """Something that a user gave (a setting, a file, data, a folder) is wrong; commands print only its line."""
+    """A user's input is wrong: a setting, a file, data, or a folder. Commands print only the message."""
 
 
 @contextmanager
 def refused_settings() -> Iterator[None]:
-    """Inside this block a library reads a user's settings: a `ValueError` of its own becomes an `InputError`."""
+    """Convert a library's `ValueError` on a user's settings to an `InputError` inside the block."""
     try:
         yield
     except InputError:
@@ -37,7 +37,7 @@ _NO_MEMORY = (
 
 def one_line(error: object, limit: int = 500) -> str:
     """
-    The text of an error on one line of at most `limit` characters.
+    Return the text of an error on one line of at most `limit` characters.
 
     A longer text is cut between words, so never inside a URL, and ends with an ellipsis.
     """
@@ -51,7 +51,7 @@ def one_line(error: object, limit: int = 500) -> str:
 
 
 def arguments_error(error: object, flag: str) -> str:
-    """What transformers says about training arguments, on one line; `flag` sets `bf16` to false."""
+    """Return transformers' error on training arguments on one line. `flag` is the option that sets `bf16` to false."""
     if "assign use_cpu" in str(error):
         return (
             f"bf16=True (TRL's default): no GPU here computes in bfloat16; add {flag} to train in float32 on the CPU, "
@@ -61,14 +61,14 @@ def arguments_error(error: object, flag: str) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, torch's on any device, or accelerate's."""
+    """Return whether an error reports exhausted memory: from Python, from torch on any device, or from accelerate."""
     if not isinstance(error, (RuntimeError, OSError)):
         return isinstance(error, MemoryError)
     return any(text in f"{type(error).__name__} {error}".lower() for text in _NO_MEMORY)
 
 
 def choice_error(field: str, value: object, names: Iterable[str | None]) -> str:
-    """The message for a value that is not among `names`."""
+    """Return the message for a value outside `names`."""
     return f"{field}={value!r}: must be one of {', '.join(map(str, names))}"
 
 
@@ -80,14 +80,14 @@ def unknown_keys(
     foreign: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
     """
-    Return the message on all keys that are not among `names`, and on values that only another program knows: what they
-    are here, else the closest name, else where to look them up. None if there is nothing to say.
+    Return a message on all keys outside `names`, and on values known only to another program. It gives the
+    equivalent here, or the closest name, or the place to look the keys up. None if all keys are known.
 
     Args:
         given: values by key.
-        section: of the keys, with its dot.
+        section: section of the keys, with its dot.
         documented: where keys are documented that are too many to list.
-        foreign: key, or "key: value", of another program → what it is here.
+        foreign: key, or "key: value", of another program → its equivalent here.
     """
     names, lines, others = sorted(names), [], []
     for key, value in given.items():

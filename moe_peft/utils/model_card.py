@@ -1,8 +1,8 @@
 """
-Writes the README.md of a folder with an adapter or a model, from the template `model_card.md` beside this file.
+Write the README.md of a folder with an adapter or a model, from the template `model_card.md` in this folder.
 
-A card leads with what the folder holds, its base and how to load it. Its first line is a comment that says who writes
-it, and holds the facts that the next card keeps. Without that line, a card's text is its user's.
+A card leads with the folder's content, its base model and how to load it. Its first line is a comment that names this
+package as the author, and holds facts for later cards. Without this line, a card's text belongs to its user.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("moe_peft")
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _FIGURES = ("routing.png", "load.png", "routing/load.png")
-# For each task type of PEFT: its class, and the hub's name for the task.
+# PEFT's task type → its class, and the hub's name for the task.
 _TASKS = {
     "CAUSAL_LM": ("AutoPeftModelForCausalLM", "text-generation"),
     "SEQ_2_SEQ_LM": ("AutoPeftModelForSeq2SeqLM", "text-generation"),
@@ -40,7 +40,7 @@ _TASKS = {
 }
 _HEAD = re.compile(r"\.(?:score|classifier)\.(?:.+\.)?weight$")
 _MARK = re.compile(r"\s*<!-- moe_peft writes this card; delete this line to keep your edits: (\{.*\}) -->")
-# A card that only PEFT has written begins like this: its template, not filled in, or what it adds to an empty card.
+# Beginnings of a card written only by PEFT: its template, not filled in, or its addition to an empty card.
 _OF_PEFT = ("# Model Card for Model ID", "### Framework versions")
 
 
@@ -60,24 +60,24 @@ def write_model_card(
     """
     Write or update the model card of a folder that holds a PEFT adapter or a model.
 
-    The first line of a card says that it is written again. Without that line, a README.md keeps its text, unless it is
-    empty or PEFT's template; only its metadata are updated. Facts about training stay if none are given. A card that
-    cannot be read, this folder's or the base's, is logged and left alone.
+    The first line of a card says that it will be overwritten. Without this line, a README.md keeps its text, unless it
+    is empty or PEFT's template; only its metadata are updated. Facts about training stay if none are given. An
+    unreadable card, in this folder or of the base model, is logged and left unchanged.
 
-    `owner/name` is a name on the hub unless there is such a path here. Anything else may be a local path, of which a
-    card shows only the last part.
+    `owner/name` is a name on the hub unless it is also a local path. All other names may be local paths, so a card
+    shows only their last part.
 
     Args:
-        base: the model or models that it was made from, names or folders; None: what the adapter's config says. Their
-            license is passed on if their cards, in local folders or in the hub's cache, agree on one.
+        base: the base model or models, names or folders; None: the base model in the adapter's config. Their license is
+            passed on if their cards, in local folders or in the hub's cache, agree on one.
         made: how it was made, in a few words.
         training: facts about its training, one line each.
-        datasets: names of the training data. Those that can be names on the hub go into the metadata.
+        datasets: names of the training data. Names that can be on the hub go into the metadata.
         earlier: `card_facts` of the model that the training began with: how it was made, and its data.
         tags: further tags.
-        title: the heading; None: the kind of model and its base.
+        title: the heading; None: the kind of model and its base model.
         repo: its name on the hub, for the code that loads it.
-        overwrite: also replace a text that somebody has written.
+        overwrite: also replace a text written by a user.
 
     Returns:
         the path of the card.
@@ -117,7 +117,7 @@ def write_model_card(
     if old is None and path.is_file() and not overwrite:
         return path
 
-    # What an old card of ours says stays where nothing new is said.
+    # Keep facts from the previous card unless they are overridden.
     mark = None if old is None else _MARK.match(old.text)
     former, earlier = _facts(mark), earlier or {}
     facts = {
@@ -131,7 +131,7 @@ def write_model_card(
     for subject in ("made", "data", "datasets"):
         facts[subject] = list(dict.fromkeys([*earlier.get(subject, []), *facts[subject]]))
 
-    # Metadata: what the card has already, this package's, and the base's. The hub refuses local paths there.
+    # Metadata: from the previous card, this package and the base model. The hub refuses local paths there.
     data = ModelCardData() if old is None else old.data
     kinds = TAGS if is_moe_lora or (not adapter and num_experts) else TAGS[1:]
     data.library_name = "peft" if adapter else "transformers"
@@ -158,7 +158,7 @@ def write_model_card(
             data,
             template_path=str(_TEMPLATE),
             facts=facts,
-            mark=json.dumps(facts).replace(">", r"\u003e"),  # which would end the comment
+            mark=json.dumps(facts).replace(">", r"\u003e"),  # ">" would end the comment
             title=title or _title(adapter, num_experts, bases),
             adapter=adapter,
             is_moe_lora=is_moe_lora,
@@ -183,29 +183,31 @@ def write_model_card(
 
 
 def card_facts(folder: str | os.PathLike) -> dict[str, list[str]]:
-    """What a folder's card says about `made`, `data`, `training`, …; nothing if it is not one of ours."""
+    """
+    Return the facts `made`, `data`, `training`, … of a folder's card. Empty if this package did not write the card.
+    """
     card = load_card(Path(folder) / "README.md")
     return _facts(None if card is None else _MARK.match(card.text))
 
 
 def is_untrained_mixture(folder: str | os.PathLike) -> bool:
-    """Whether a folder's card says that `moe-peft mix` made it, and knows of no training since then."""
+    """Return whether a folder's card says that `moe-peft mix` made it, without training since then."""
     facts = card_facts(folder)
     return not facts.get("training") and any("`moe-peft mix`" in line for line in facts.get("made", []))
 
 
 def last_part(path: str) -> str:
-    """Return the last part of a path of any system: an adapter may have been trained on another one than this."""
+    """Return the last part of a path of any operating system: an adapter may have been trained on another system."""
     return PureWindowsPath(path).name or path
 
 
 def plain(text: str) -> str:
-    """A name without what Markdown and HTML would read as markup."""
+    """Replace characters in a name that Markdown and HTML could read as markup."""
     return re.sub(r"[^\w .,:+/()-]", "_", text)
 
 
 def load_card(path: Path) -> ModelCard | None:
-    """None if there is no readable card: a card must never keep a model from being saved."""
+    """Load a card. None if it is missing or unreadable: a card must never keep a model from being saved."""
     try:
         return ModelCard.load(path) if path.is_file() else None
     except Exception as error:
@@ -222,7 +224,7 @@ def _listed(value: str | list[str] | None) -> list[str]:
 
 
 def _facts(mark: re.Match | None) -> dict[str, list[str]]:
-    """What the mark of a card holds; nothing if somebody has edited it."""
+    """Return the facts in a card's first line. Empty if a user has edited the line."""
     try:
         return json.loads(mark[1]) if mark else {}
     except ValueError:
@@ -230,7 +232,7 @@ def _facts(mark: re.Match | None) -> dict[str, list[str]]:
 
 
 def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -> str:
-    """It does not depend on the folder, so that the same adapter has the same card wherever it is saved."""
+    """Return a title independent of the folder. The same adapter thus has the same card in any folder."""
     names = plain(last_part(bases[0])) if len(bases) == 1 else f"{len(bases)} models"
     if adapter:
         kind = "MoE-LoRA" if adapter.get("peft_type") == "MOE_LORA" else adapter.get("peft_type")
@@ -239,7 +241,7 @@ def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -
 
 
 def _num_labels(folder: Path) -> int | None:
-    """Rows of the classifier's head that is saved with an adapter."""
+    """Return the number of rows of the classification head saved with an adapter."""
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         return None
@@ -249,7 +251,7 @@ def _num_labels(folder: Path) -> int | None:
 
 
 def _is_repo(name: str) -> bool:
-    """Whether it is a name on the hub, by the rule of `write_model_card`."""
+    """Return whether this is a name on the hub, by the rule of `write_model_card`."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -258,12 +260,14 @@ def _is_repo(name: str) -> bool:
 
 
 def _link(name: str, kind: str = "") -> str:
-    """A link to the hub, or the last part of a local path."""
+    """Return a link to the hub, or the last part of a local path."""
     return f"[{name}](https://huggingface.co/{kind}{name})" if _is_repo(name) else f"`{plain(last_part(name))}`"
 
 
 def _pass_license_on(data: ModelCardData, bases: list[str], folder: Path) -> None:
-    """Set the license that the bases' cards name, if all name the same. Its file counts only if it is here, too."""
+    """
+    Set the license named in the base models' cards, if all agree. A link to a license file is kept if the file is here.
+    """
     licenses, fields = [], ("license", "license_name", "license_link")
     data.license = data.license_name = data.license_link = None
     for base in bases:

@@ -1,4 +1,4 @@
-"""The user's modules that extend this package, e.g. by adding a router to `ROUTERS`."""
+"""Import a user's modules that extend this package, e.g. with a router in `ROUTERS`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .messages import InputError, one_line
 
 def load_plugins(names: Sequence[str] | str) -> list[str]:
     """
-    Import modules, from the current folder too. What they register is known when options and recipes are read.
+    Import modules, also from the current folder. Their registrations are known when options and recipes are read.
 
     Args:
-        names: of modules, dotted.
+        names: dotted names of modules.
 
     Returns:
         The names.
@@ -40,7 +40,7 @@ def load_plugins(names: Sequence[str] | str) -> list[str]:
 
 def load_function(path: str, field: str) -> Callable[..., Any]:
     """
-    A function of the user's.
+    Return a user's function.
 
     Args:
         path: `module:name`; the module may be a file in the current folder.
@@ -57,7 +57,7 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
 
 
 def _place(error: BaseException) -> str:
-    """The last line that ran of the files beside the module; of one that is not there, none did."""
+    """Return the last line that ran in the module's file or in files of its folder. "" if the module was not found."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][1:]
     own = [frame for frame in frames if os.path.dirname(frame.filename) == os.path.dirname(frames[0].filename)]
     return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in own[-1:])

@@ -1,4 +1,4 @@
-"""The numbers that a setting may have, and how messages describe them."""
+"""Ranges of numeric settings, and their description in messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Range:
     def __contains__(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, Real):
             return False
-        number: Any = value  # perhaps of NumPy
+        number: Any = value  # may be a NumPy number
         inside = self.at_least <= number <= self.at_most and self.above < number < self.below
         return bool(inside and (not self.whole or number % 1 == 0))
 
@@ -42,20 +42,20 @@ class Range:
 COUNT = Range(at_least=1, whole=True)
 POSITIVE = Range(above=0)
 LARGEST_SIZE = 2**16
-ALPHA = Range(at_least=1e-6, at_most=LARGEST_SIZE)  # of a LoRA: a scaling that half precision holds
+ALPHA = Range(at_least=1e-6, at_most=LARGEST_SIZE)  # of a LoRA; keeps its scaling within half precision
 FACTOR = Range(at_least=-LARGEST_SIZE, at_most=LARGEST_SIZE)  # of an expert's update
 NOT_NEGATIVE = Range(at_least=0)
 
 
 def setting(default: Any, help: str, allowed: Range | Collection[Any] | None = None) -> Any:
     """
-    A dataclass field.
+    Return a dataclass field with a help text and its allowed values.
 
     Args:
         default: its default, or a function that makes it (`dict`).
         help: one sentence, for `--help`.
-        allowed: the numbers that it (or each value of a dictionary) may have, or a table of choices; None is allowed
-            where it is the default.
+        allowed: range of the number (or of each value of a dictionary), or a table of choices. None is allowed if it is
+            the default.
     """
     metadata = {"help": help, "allowed": allowed}
     if callable(default):
@@ -65,7 +65,7 @@ def setting(default: Any, help: str, allowed: Range | Collection[Any] | None = N
 
 def check_settings(config: Any, source: str = "") -> None:
     """
-    Check a dataclass's fields that were made by `setting`. A dictionary that is None becomes an empty one, and a whole
+    Check a dataclass's fields made by `setting`. A dictionary that is None becomes an empty dictionary, and a whole
     number such as 8.0 an integer.
 
     Args:
@@ -77,7 +77,7 @@ def check_settings(config: Any, source: str = "") -> None:
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
-                is_table = isinstance(allowed, Mapping)  # to which plugins add
+                is_table = isinstance(allowed, Mapping)  # plugins add to it
                 remedy = "; import a plugin that has it first (--plugins)" if is_table else ""
                 raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}{remedy}")
             continue
@@ -91,20 +91,20 @@ def check_settings(config: Any, source: str = "") -> None:
         object.__setattr__(config, each.name, values if is_mapping else values[""])  # some are frozen
 
 
-# Settings whose keys are names of modules or regexes, and settings that are such names or one regex.
+# Settings with names of modules or regexes as keys. Settings with names of modules or one regex as value.
 PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")
 _NAMES = ("target_modules", "exclude_modules", "layers_pattern", "target_projections", "modules_to_save")
 
 
 def check_patterns(settings: Mapping[str, Any], source: str) -> None:
     """
-    Check the settings of an adapter that are matched with names of modules.
+    Check an adapter's settings for names of modules.
 
     Args:
         source: begins the message.
 
     Raises:
-        ValueError: one is not made of texts, is not a regex, or may take forever to match.
+        ValueError: a setting is not made of texts, is not a regex, or may take forever to match.
     """
     for name in (*_NAMES, *PATTERNS):
         value = settings.get(name)
@@ -122,8 +122,8 @@ def check_patterns(settings: Mapping[str, Any], source: str) -> None:
 
 
 def _may_take_for_ever(pattern: str) -> bool:
-    """Whether a regex repeats a group that has a repetition, as in `(.*)*`, or has three wildcards in a row."""
-    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)  # escapes and classes are characters
+    """Return whether a regex repeats a group that has a repetition, as in `(.*)*`, or has three wildcards in a row."""
+    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)  # escapes and classes count as characters
     text = re.sub(r"(?:[*+]|\{\d*,\})[?+]?", "*", text)
     groups = text.count("(")
     while groups and "\0*" not in text:  # from the innermost on; a group with a repetition becomes "\0"

@@ -11,15 +11,15 @@ from torch import nn
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64: on its device, or on the CPU if the device has none, like Apple's GPUs."""
+    """Convert a tensor to float64, on its device or, if the device has no float64 (Apple's GPUs), on the CPU."""
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """
-    Set evaluation mode inside the block, but training mode for bitsandbytes' linears: a 4-bit linear that runs in
-    evaluation mode on a CPU repacks its weight for inference, and gradients no longer pass through it.
+    Set evaluation mode inside the block, but training mode for bitsandbytes' linears. On a CPU, a 4-bit linear in
+    evaluation mode repacks its weight for inference, and gradients no longer pass through it.
     """
     modes = [(part, part.training) for part in module.modules()]
     for part, _ in modes:
@@ -37,13 +37,13 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
 
 
 def is_autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast is on for the tensor's device."""
+    """Return whether autocast is on for the tensor's device."""
     device = tensor.device.type
     return device != "meta" and torch.is_autocast_enabled(device)  # torch raises for the meta device
 
 
 def free_memory() -> None:
-    """Free unused memory for the next model: trainers and models refer to each other, so they are not freed at once."""
+    """Free unused memory for the next model. Trainers and models refer to each other, so they are not freed at once."""
     gc.collect()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

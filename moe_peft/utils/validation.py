@@ -1,8 +1,8 @@
 """
-The border: what enters as text, from a YAML file or a command line, is checked here, once.
+Check values that enter as text, from a YAML file or a command line, once and only here.
 
-Sections of recipes and options of commands are models of pydantic's; arguments of other classes (TRL's configs,
-`MoELoraConfig`, …) are checked by the types of their fields. Whatever is wrong ends in one `ValueError` of one line.
+Sections of recipes and options of commands are pydantic models. Arguments of other classes (TRL's configs,
+`MoELoraConfig`, …) are checked by the types of their fields. Every error becomes one `ValueError` with one line.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .settings import Range
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
 
-_MOST_VALUES = 100_000  # through aliases of aliases, a file of a kilobyte can stand for more than any memory holds
+_MOST_VALUES = 100_000  # with aliases of aliases, a file of a kilobyte can stand for more than any memory holds
 
 
 class _YamlLoader(yaml.SafeLoader):
     """
-    Raises an error for keys that occur twice, where YAML would silently take the last one, and for aliases that expand
-    to very much. Reads numbers as YAML 1.2 does: `1e-4` is one, `010` is ten and `1:30` a text.
+    Refuses keys that occur twice (plain YAML takes the last), and aliases that expand to very many values. Reads
+    numbers as YAML 1.2 does: `1e-4` is a number, `010` is ten and `1:30` a text.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
@@ -46,7 +46,7 @@ class _YamlLoader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.sizes: dict[int, int] = {}  # values that a node stands for, by its id
+        self.sizes: dict[int, int] = {}  # node id → number of values it stands for
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
@@ -90,10 +90,10 @@ for _tag, _pattern in {
 
 def read_yaml(text: str, source: object) -> Any:
     """
-    The value of a YAML text, which may be JSON. `~/` at the beginning of a string is the home folder.
+    Return the value of a YAML text, which may be JSON. `~/` at the beginning of a string is the home folder.
 
     Args:
-        source: where it is from, for messages.
+        source: origin of the text, for messages.
     """
     try:
         return yaml.load(text, _YamlLoader)
@@ -106,14 +106,14 @@ _NO_SPACE = re.compile(r"^[ \t]*(?:- )?(\w+:)(?=[^\s:/])", re.MULTILINE)
 
 
 def _refuse_missing_space(text: str, source: object) -> None:
-    """Of a YAML text that is no mapping, or cannot be read: say whether a key runs into its value."""
+    """Raise if a key runs into its value, in a YAML text that is unreadable or not a mapping."""
     if found := _NO_SPACE.search(text):
         line = text.count("\n", 0, found.start(1)) + 1
         raise InputError(f"{source}: line {line}: a space is missing after {found[1]}")
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Read the mapping in a YAML file."""
     text = read_text(path)
     settings = read_yaml(text, path)
     if not isinstance(settings, dict):
@@ -144,9 +144,9 @@ Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 
 class Settings(BaseModel):
     """
-    A section of a recipe, or the options of a command: unknown keys are errors, and `"1"` is not a number.
+    A section of a recipe, or the options of a command. Unknown keys are errors, and `"1"` is not a number.
 
-    A subclass names keys of other programs in `foreign`: key → what it is here.
+    A subclass lists keys of other programs in `foreign`: key → its equivalent here.
     """
 
     foreign: typing.ClassVar[Mapping[str, str]] = {}
@@ -163,7 +163,7 @@ class WeightSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Which examples run through a model, and how."""
+    """The examples that run through a model, and their batches."""
 
     split: Text = Field("train", title="NAME", description="split of the data, e.g. train[:100]; a file has only train")
     batch_size: Count = Field(8, description="examples per forward pass")
@@ -177,7 +177,7 @@ Model = TypeVar("Model", bound=Settings)
 
 
 def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
-    """A model of values that came as text."""
+    """Check values that came as text, and return them as settings."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
@@ -188,7 +188,7 @@ def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
                 names, fields = _place(kind, one["loc"][:-1])
                 given, _ = sections.setdefault("".join(f"{name}." for name in names), ({}, fields))
                 given[str(one["loc"][-1])] = one["input"]
-        # First all misspelled keys and what checks of ours say, else the first wrong value.
+        # Report all misspelled keys and errors of this package's checks, or else the first wrong value.
         lines = [
             unknown_keys(given, fields, section, foreign={} if section else kind.foreign)
             for section, (given, fields) in sections.items()
@@ -197,22 +197,22 @@ def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
         raise InputError(" | ".join(filter(None, lines)) or _explain(kind, errors[0])) from None
 
 
-# What a field takes besides its type, which is one that a command line can give: `read_expert_map` checks the one, and
-# a word on a command line is true or false in a file.
+# Types that a field accepts in addition to its declared type. `read_expert_map` checks the first. The second is
+# declared as text, for command lines; in a file it may also be true or false.
 _ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
 
 
 def check_fields(kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> None:
     """
-    Check values that came as text, of some fields of a dataclass.
+    Check text values for some fields of a dataclass.
 
     Args:
-        path: the section that has the values, dotted; it begins the message.
+        path: the section of the values, dotted; it begins the message.
         documented: where the fields are documented, if they are too many to list.
     """
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
-    # Keys of other programs that are one of these fields, or nothing.
+    # Keys of other programs with an equivalent among these fields, or with none at all.
     foreign = {key: here for key, here in FOREIGN.items() if re.split(r"\W", here)[0] in {*fields, "leave"}}
     if wrong := unknown_keys(values, fields, section, documented, foreign):
         raise InputError(wrong)
@@ -224,14 +224,14 @@ def check_fields(kind: type, values: Mapping[str, Any], path: str = "", document
 
 @contextmanager
 def prefixed(path: str) -> Iterator[None]:
-    """Inside this block, the message of an `InputError` begins with the section that has the values."""
+    """Begin the message of an `InputError` with the section of the values, inside the block."""
     try:
         yield
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
 
-# Pydantic's words → ours.
+# Pydantic's words → this package's.
 _WORDS = {
     "Input should be": "must be", "List should have": "must have", " after validation, not": ", not",
     "greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above",
@@ -240,9 +240,9 @@ _WORDS = {
 
 
 def _place(kind: Any, loc: Any) -> tuple[list[str], Any]:
-    """Where one of pydantic's errors is: the names of sections and keys, and the fields of the innermost section."""
+    """Return the place of a pydantic error: the names of sections and keys, and the fields of the innermost section."""
     names, fields, of_keys = [], kind.model_fields, False
-    for part in loc:  # names of fields, keys; the rest says which alternative of a type was tried
+    for part in loc:  # field names and keys; all else is a type's alternative
         if part in fields:
             names.append(str(part))
             kinds = list(plain_types(fields[part].annotation))
@@ -255,8 +255,8 @@ def _place(kind: Any, loc: Any) -> tuple[list[str], Any]:
 
 
 def _explain(kind: Any, error: Any) -> str:
-    """One of pydantic's errors as field, value and what is allowed."""
-    if error["type"] == "value_error":  # from a check of ours, which names the field itself
+    """Return a pydantic error as field, value and allowed values."""
+    if error["type"] == "value_error":  # from this package's checks; names the field
         return error["msg"].removeprefix("Value error, ")
     field = ".".join(_place(kind, error["loc"])[0]) or "recipe"
     if error["type"] == "missing":
@@ -270,7 +270,7 @@ def _explain(kind: Any, error: Any) -> str:
 
 
 def plain_types(annotation: Any) -> Iterator[type]:
-    """The classes that a field's type is made of, such as list and str."""
+    """Yield the classes in a field's type, such as list and str."""
     for kind in (annotation, typing.get_origin(annotation)):
         if isinstance(kind, type):
             yield kind
@@ -296,7 +296,7 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
 
 # --- ranges of training arguments ------------------------------------------------------------------------------------
 
-# Training argument → its allowed numbers; others must be at least 0.
+# Training argument → its allowed numbers; all others must be at least 0.
 _NUMBERS = {
     **dict.fromkeys(
         (
@@ -317,10 +317,10 @@ _NUMBERS = {
 
 
 def check_range(name: str, value: Any, section: str = "") -> None:
-    """Check what training arguments themselves let through: numbers out of range, and strings for mappings."""
+    """Check values that training arguments let through: numbers out of range, and strings for mappings."""
     allowed: object
     if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
-        good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
+        good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # the arguments then read it
     elif isinstance(value, str):
         good, allowed = "\0" not in value, "text without NUL"
     elif name == "loss_type" and isinstance(value, list):

@@ -18,7 +18,7 @@ from importlib.metadata import requires
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..utils.messages import InputError, install, out_of_memory
+from ..utils.messages import InputError, install, one_line, out_of_memory
 from .commands import COMMANDS, Command
 
 INVALID = 2
@@ -41,10 +41,11 @@ def ends_in_one_line(name: str | None) -> Iterator[None]:
     """
     Run a command inside the block, which may itself add the command to `COMMANDS`.
 
-    An `InputError` ends a command with exit code 2, as does a package that an extra brings and that is not installed;
-    a file that cannot be read or written and a lack of memory with 1, SIGINT with 130, SIGTERM with 143, and a pipe
-    that nobody reads any more with 141, silently. Anything else is a bug: it keeps its traceback, and a line says where
-    to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors keep theirs.
+    An `InputError` ends a command with exit code 2, as do a text that is too long for a path, and a package that an
+    extra brings and that is not installed; a file that cannot be read or written and a lack of memory with 1, SIGINT
+    with 130, SIGTERM with 143, and a pipe that nobody reads any more with 141, silently. Anything else is a bug: it
+    keeps its traceback, and a line says where to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors
+    keep theirs.
     """
     shows_all = os.environ.get("MOE_PEFT_TRACEBACK") == "1"
     try:
@@ -76,7 +77,8 @@ def ends_in_one_line(name: str | None) -> Iterator[None]:
             more = f"with more memory, {remedy}" if command.resumes else remedy
             _end(f"error: out of memory; {command.needs_less}; {more}", 1)
         if isinstance(error, OSError) and error.filename is not None:
-            _end(f"error: {error.filename}: {error.strerror}", 1)
+            line = f"error: {one_line(error.filename)}: {error.strerror}"
+            _end(line, INVALID if error.errno == errno.ENAMETOOLONG else 1)
         traceback.print_exc()
         print(_BUG, file=sys.stderr)
         sys.exit(1)

@@ -23,7 +23,7 @@ from accelerate.utils import parse_flag_from_env, patch_environment
 from .. import __version__
 from ..training.preflight import check_arguments, check_loss
 from ..utils.distributed import on_main_process
-from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
+from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, reading, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
@@ -138,11 +138,12 @@ class UpIT:
             folder = output_folder(self.recipe.output_dir, "output_dir", is_run)
             on_main_process(lambda: str(stack.enter_context(folder)))
             self.records.clear()
+            before = on_main_process(self._earlier)
             for number, stage in enumerate(self.stages, start=1):
                 with _tracked(self.root, stage.name):
                     self.records[stage.name] = run_stage(stage, redo, f"stage {number} of {len(self.stages)}")
                 free_memory()
-            on_main_process(self._publish)
+            on_main_process(lambda: self._publish(before))
         return self.result
 
     def join_processes(self, **overrides: Any) -> None:
@@ -189,7 +190,19 @@ class UpIT:
         self.records.clear()
         return outlook(self.stages)
 
-    def _publish(self) -> None:
+    def _earlier(self) -> dict[str, Any]:
+        """Return the manifest of an earlier run in this folder, and the names of files in its result; {} if none."""
+        path = self.root / MANIFEST
+        if not path.is_file():
+            return {}
+        manifest = read_json(path)
+        with reading(path, "move it away, and what you have put into the result"):
+            files = [Path(name) for record in manifest["stages"].values() for name in record["files"]]
+            written = {file.relative_to(file.parts[0]).as_posix() for file in files}
+            seconds = {name: manifest["seconds"][name] for name in manifest["stages"]}
+            return {"stages": manifest["stages"], "result": manifest["result"], "seconds": seconds, "written": written}
+
+    def _publish(self, before: Mapping[str, Any]) -> None:
         """Write the result and the manifest. An existing result stays, and so does its edited card."""
         packages = {"torch": torch, "transformers": transformers, "peft": peft, "trl": trl}
         manifest = {
@@ -200,7 +213,6 @@ class UpIT:
             },
             "stages": json.loads(json.dumps(self.records, default=str)),
         }
-        before = read_json(self.root / MANIFEST) if (self.root / MANIFEST).is_file() else {}
         if before.get("stages") != manifest["stages"] or _weights(self.result) != before.get("result"):
             with atomic_write(self.result) as partial:
                 link_folder(self._trained, partial)
@@ -209,9 +221,7 @@ class UpIT:
                     shutil.copy(figure, partial / _FIGURE)
                     write_model_card(partial)
                 if before:
-                    files = [Path(name) for record in before["stages"].values() for name in record["files"]]
-                    published = {path.relative_to(path.parts[0]).as_posix() for path in files}
-                    keep_own_files(self.result, partial, {*published, "README.md", _FIGURE})
+                    keep_own_files(self.result, partial, {*before["written"], "README.md", _FIGURE})
         manifest |= {"result": _weights(self.result), "seconds": self._seconds(before)}
         write_json(self.root / MANIFEST, manifest)
 

@@ -211,13 +211,17 @@ def check_fields(kind: type, values: Mapping[str, Any], path: str = "", document
         documented: where the fields are documented, if they are too many to list.
     """
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
-    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     # Keys of other programs with an equivalent among these fields, or with none at all.
     foreign = {key: here for key, here in FOREIGN.items() if re.split(r"\W", here)[0] in {*fields, "leave"}}
     if wrong := unknown_keys(values, fields, section, documented, foreign):
         raise InputError(wrong)
     for name, value in values.items():
         _check_type(f"{section}{name}", value, hints[name] | _ALSO.get(name, hints[name]))
+        if choices := fields[name].metadata.get("choices"):  # transformers looks at those of flags alone
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and each not in [*choices]:
+                    raise InputError(choice_error(f"{section}{name}", each, choices))
         if "learning_rate" in fields:
             check_range(name, value, section)
 

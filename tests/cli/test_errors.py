@@ -125,6 +125,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
     [
         (InputError("a\nb"), 2, "error: a b"),
         (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
+        (OSError(36, "File name too long", "x" * 300), 2, f"error: {'x' * 300}: File name too long"),
         (KeyboardInterrupt(), 130, "stopped: nothing half-written is left"),
         (OSError("4096 requested and 1024 written"), 1, "error: the disk is full; make room and start again; nothing"),
         (OSError(28, "No space left on device"), 1, "error: the disk is full; make room and start again; nothing"),

@@ -27,6 +27,7 @@ from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.plan import plan
+from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes
@@ -200,6 +201,14 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, finished, 
     assert difference in caplog.text and "router_init: running (stage 3 of 5)" in caplog.messages
     weights = [p.records["post_train"]["files"][f"adapter/{WEIGHTS}"] for p in (first, changed)]
     assert weights[0] != weights[1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"stages": 3}', '{"stages": {"prepare": {}}}'])
+def test_a_damaged_manifest_is_named_before_a_stage_is_done_again(content, case, finished, tmp_path, monkeypatch):
+    (tmp_path / "out/manifest.json").write_text(content)
+    monkeypatch.setattr("moe_peft.upit.pipeline.run_stage", None)
+    with pytest.raises(InputError, match=r"out/manifest\.json"):
+        run(case, tmp_path, redo=True, seed=5)
 
 
 @pytest.mark.slow

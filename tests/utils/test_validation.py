@@ -87,12 +87,23 @@ def test_what_is_wrong_is_named_with_its_section(values, message):
         ),
         (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be at least 0 and below 1"),
         (MoELoraConfig, {"top_k": 1.5}, "sft.top_k=1.5: must be a valid integer"),
+        (
+            MoEDPOConfig,
+            {"train_sampling_strategy": "x"},
+            "sft.train_sampling_strategy='x': must be one of random, sequential, group_by_length, batch_rebalance",
+        ),
     ],
 )
 def test_fields_of_other_classes(kind, values, message):
     with pytest.raises(ValueError) as error:
         check_fields(kind, values, "sft")
     assert str(error.value).partition(" | ")[0] == message
+
+
+@pytest.mark.parametrize("name", ["log_level", "log_level_replica", "ddp_backend", "truncation_mode"])
+def test_names_that_transformers_checks_in_flags_alone(name):
+    with pytest.raises(ValueError, match=f"^{name}='base': must be one of "):
+        check_fields(MoESFTConfig, {name: "base"})
 
 
 def test_values_of_other_classes():

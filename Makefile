@@ -7,7 +7,8 @@
 #                   for docs/index.md
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
-# make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
+# make fuzz   sets up and tries thousands of random inputs (FUZZ_EXAMPLES=N for others than 5000 per test), odd texts and
+#             numbers in every setting, and damaged files: half an hour
 # make check  sets up and runs the linters, the type checker and the check of imports, and builds the packages
 # make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)

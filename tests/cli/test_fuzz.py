@@ -5,20 +5,36 @@ Random input, by hypothesis: whatever is read either works or is refused with on
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
 import shutil
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from moe_peft import MoELoraConfig
+from moe_peft.analysis.inspect_settings import InspectSettings
+from moe_peft.cli import main
+from moe_peft.cli.chat import ChatSettings
+from moe_peft.cli.export import ExportSettings
+from moe_peft.cli.pick import PickSettings
+from moe_peft.cli.prune import PruneSettings
+from moe_peft.cli.upcycle import UpcycleSettings
+from moe_peft.combine.mix_settings import MixSettings
+from moe_peft.combine.request_gate import FILE as GATE
+from moe_peft.evaluation import EvalSettings
 from moe_peft.native import UpcycleConfig
 from moe_peft.native.safetensors_io import Checkpoint
 from moe_peft.routing import read_expert_map
@@ -27,8 +43,12 @@ from moe_peft.upit import Recipe, recipe_from_dict
 from moe_peft.utils.io import read_json
 from moe_peft.utils.loading import read_adapter_config, read_adapter_weights, read_config
 from moe_peft.utils.messages import InputError
-from moe_peft.utils.validation import check_fields, read_yaml
+from moe_peft.utils.validation import check_fields, plain_types, read_yaml
 from tests.helpers.bad_input import ADAPTER, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, make_world
+from tests.helpers.eval_case import light, make_tasks
+from tests.helpers.upit_case import rows as prompts
+
+_ = light  # a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -202,3 +222,158 @@ def test_json(value, changes, tmp_path):
     (tmp_path / "f.json").write_bytes(edited(text, changes))
     found = refused_in_one_line(read_json, tmp_path / "f.json")
     assert found is None or isinstance(found, dict)
+
+
+# --- every setting of every command, and every file that the package writes for itself ------------------------------
+
+with_time = pytest.mark.skipif(os.environ.get("FUZZ") != "long", reason="takes minutes; `make fuzz` runs it")
+TEXTS = [
+    "", "   ", "\0", "cafe\u0301", "[", "(?P<", "x" * 300, "../x", "dangling", "folder", "base", "mean", "mixture",
+    "mean of the adapters", "~", "a/b", "a\nb", "😀", "%s {0}", "-x", "nan", "/dev/null", "\u200b",
+]  # fmt: skip
+NUMBERS = [math.nan, math.inf, 1e39, -0.0, True, "1", -1, 10**30, 0.5]
+# Command → its settings, and those of a run that succeeds; `mix` in its two ways.
+COMMANDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "inspect": (InspectSettings, {"model": "moe", "data": "train.jsonl", "label_column": "domain", "output": "out"}),
+    "prune": (PruneSettings, {"model": "moe", "drop": [3], "output": "out"}),
+    "export": (ExportSettings, {"adapter": "moe", "output": "out"}),
+    "upcycle": (UpcycleSettings, {"model": ["base"], "output": "out"}),
+    "mix": (MixSettings, {"adapters": ["lora0", "lora1"], "gates": "arrow", "output": "out"}),
+    "mix with data": (MixSettings, {"adapters": ["lora0", "lora1"], "data": ["a.jsonl", "b.jsonl"], "output": "out"}),
+    "pick": (PickSettings, {"fit": True, "base": "base", "data": ["a.jsonl", "b.jsonl"], "gate": "out"}),
+    "eval": (EvalSettings, {"model": "moe", "tasks": ["toy_a"], "include_path": "tasks", "limit": 2, "output": "out"}),
+    "chat": (ChatSettings, {"model": "moe"}),
+}  # fmt: skip
+WRITES = ("out", "upit", "sft")  # folders that a case begins without
+UPIT = ["upit", "--config", "recipe.yaml"]
+SFT = [
+    "sft", "--model_name_or_path", "base", "--dataset_name", "train.jsonl", "--output_dir", "sft", "--bf16", "false",
+    "--use_cpu", "true", "--max_steps", "4", "--save_steps", "2", "--report_to", "none",
+    "--resume_from_checkpoint", "true",
+]  # fmt: skip
+# File → the command that writes it, and others that read it.
+FILES: dict[str, tuple[list[str], ...]] = {
+    "out/mix.json": (
+        ["mix", "--adapters", "lora0", "lora1", "--data", "a.jsonl", "b.jsonl", "--output", "out"],
+        ["mix", "--add-to", "out", "--adapters", "moved", "--labels", "c", "--data", "a.jsonl", "--output", "more"],
+    ),
+    f"out/{GATE}": (
+        ["pick", "--fit", "--base", "base", "--data", "a.jsonl", "b.jsonl", "--gate", "out"],
+        ["pick", "--gate", "out", "--server", "http://127.0.0.1:9"],  # where nobody answers
+    ),
+    "out/routing.json": (["inspect", "--model", "moe", "--data", "train.jsonl", "--output", "out"],),
+    "out/results.json": (
+        ["eval", "--model", "moe", "--tasks", "toy_a", "--include-path", "tasks", "--limit", "2", "--output", "out"],
+        ["upit", "--compare", "."],
+    ),
+    **dict.fromkeys(
+        [f"upit/{name}" for name in ("manifest.json", "prepare/complete.json", "prepare/stage.json")],
+        (UPIT, [*UPIT, "--dry-run"], ["upit", "--compare", "upit"]),
+    ),
+    **dict.fromkeys(
+        ("sft/trainer_state.json", "sft/checkpoint-4/complete.json", "sft/checkpoint-4/trainer_state.json"),
+        (SFT, ["upit", "--compare", "sft"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(world, tmp_path, monkeypatch, light) -> Path:
+    """The current folder: a copy of the world, and what commands need besides."""
+    shutil.copytree(world, tmp_path / "world")
+    monkeypatch.chdir(tmp_path / "world")
+    make_tasks(Path("tasks"))
+    Path("folder").mkdir()
+    Path("dangling").symlink_to("nowhere")
+    for name, offset in (("a", 0), ("b", 7)):
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, prompts(12, offset))))
+    shutil.copytree("lora1", "moved")
+    state = load_file(f"moved/{ADAPTER_WEIGHTS}")
+    save_file({name: 0.5 * tensor for name, tensor in state.items()}, f"moved/{ADAPTER_WEIGHTS}", {"format": "pt"})
+    short = {"output_dir": "upit", "num_experts": 2, "num_train_epochs": 1, "prepare": {"num_experts": 2}}
+    Path("recipe.yaml").write_text(yaml.safe_dump({**json.loads(Path("case.json").read_text()), **short}))
+    return tmp_path / "world"
+
+
+def complaint(arguments: list[str], monkeypatch, capsys) -> str:
+    """How a command ended, unless it succeeded or was refused in one line."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    code: Any = 0
+    try:
+        main([arguments[0], "--quiet", *arguments[1:]])
+    except SystemExit as end:
+        code = end.code
+    printed = capsys.readouterr().err
+    refused = code == 2 and printed.count("error: ") == 1 and "Traceback" not in printed
+    return "" if code in (0, None) or refused else f"exit code {code}: {printed[-300:]}"
+
+
+def odd_settings(command: str) -> Iterator[dict[str, Any]]:
+    kind, usual = COMMANDS[command]
+    for name, field in kind.model_fields.items():
+        kinds = {*plain_types(field.annotation)}
+        for value in (TEXTS if str in kinds else []) + (NUMBERS if kinds & {int, float} else []):
+            each = [value] if list in kinds else {value: value} if dict in kinds else value
+            chosen = {**usual, name: each}
+            if command == "export" and name == "model":
+                del chosen["adapter"]
+            if command == "upcycle" and name == "calibration":
+                chosen["router_init"] = "attention"
+            yield chosen
+
+
+@with_time
+@pytest.mark.parametrize("command", COMMANDS)
+def test_settings_of_commands(command, here, monkeypatch, capsys):
+    found, arguments = {}, [command.split()[0], "--config", "settings.yaml"]
+    Path("settings.yaml").write_text(yaml.safe_dump(COMMANDS[command][1]))
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    main(arguments)  # succeeds
+    for chosen in odd_settings(command):
+        for folder in WRITES:
+            shutil.rmtree(folder, ignore_errors=True)
+        Path("settings.yaml").write_text(yaml.safe_dump(chosen))
+        if wrong := complaint(arguments, monkeypatch, capsys):
+            found[repr(chosen)] = wrong
+    assert not found
+
+
+def text_of(path: Path) -> str:
+    """What is in a JSON file; of a gate, in its header."""
+    if path.name != GATE:
+        return path.read_text()
+    with safe_open(path, "pt") as file:
+        return file.metadata()["request_gate"]
+
+
+def put(path: Path, text: str) -> None:
+    if path.name == GATE:
+        save_file(load_file(path), path, {"request_gate": text})
+    else:
+        path.write_text(text)
+
+
+def odd_contents(text: str) -> Iterator[str]:
+    yield from ("", text[: len(text) // 2], "[]", "{}", "null", "3", "\0" * 9, "[" * 100_000)
+    saved = json.loads(text)
+    for name, value in saved.items():
+        yield json.dumps({key: other for key, other in saved.items() if key != name})
+        yield from (json.dumps({**saved, name: other}) for other in (None, 3, "x", [], {"a": 3}) if other != value)
+
+
+@with_time
+@pytest.mark.parametrize("file", FILES)
+def test_files_of_ours(file, here, monkeypatch, capsys):
+    folder, made, found = Path(file).parts[0], here / "made", {}
+    assert not complaint(FILES[file][0], monkeypatch, capsys)
+    shutil.copytree(folder, made)
+    needs_empty_folder = FILES[file][0][0] in ("mix", "pick")
+    for content in odd_contents(text_of(Path(file))):
+        for arguments in FILES[file][needs_empty_folder:]:
+            for each in (*WRITES, "more"):
+                shutil.rmtree(each, ignore_errors=True)
+            shutil.copytree(made, folder)
+            put(Path(file), content)
+            if wrong := complaint(arguments, monkeypatch, capsys):
+                found[f"{arguments}: {content[:80]}"] = wrong
+    assert not found

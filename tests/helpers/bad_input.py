@@ -35,8 +35,10 @@ def make_world(folder: Path, tokenizer: Any) -> Path:
         r=4, target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False
     )
     moe = MoELoraConfig(num_experts=4, r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    for name, config in (("lora0", lora), ("lora1", lora), ("moe", moe)):
-        model = get_peft_model(tiny_llama(vocab=128), config)
+    for seed, (name, config) in enumerate((("lora0", lora), ("lora1", lora), ("moe", moe))):
+        base = tiny_llama(vocab=128)
+        torch.manual_seed(seed)
+        model = get_peft_model(base, config)
         model.peft_config["default"].base_model_name_or_path = str(folder / "base")
         model.save_pretrained(folder / name)
     upcycle(folder / "base", folder / "native", UpcycleConfig(num_experts=4))

@@ -1,4 +1,4 @@
-"""What a base model is made of: its FFNs, parts of it that are not a language model, and routed experts of its own."""
+"""Finds parts of a base model: its FFNs, its language model without vision and audio towers, and its routed experts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 def find_ffns(model: nn.Module) -> set[str]:
     """
-    Every FFN of the language model, as a set of name endings that match nothing else (usually `{"mlp"}`). Where no
-    block holds them, but decoder layers hold an FFN's parts (OPT), the linears of these FFNs instead.
+    Return name endings that match every FFN of the language model and no other module, usually `{"mlp"}`. If endings
+    match other modules too, return full names. If decoder layers hold the parts of an FFN without a block for them
+    (OPT), return the FFN's linears.
     """
     if is_encoder_decoder(model):
         raise InputError(
@@ -38,18 +39,18 @@ def find_ffns(model: nn.Module) -> set[str]:
 
 
 def name_endings(names: Iterable[str]) -> set[str]:
-    """The last parts of module names."""
+    """Return the last parts of module names."""
     return {name.rsplit(".", 1)[-1] for name in names}
 
 
 def short_names(names: Iterable[str], every: Iterable[str]) -> set[str]:
-    """The endings of module names if they match nothing else of `every` module, else the full names."""
+    """Return the last parts of module names if they match no other module in `every`, else the full names."""
     full, endings = set(names), name_endings(names)
     return endings if {name for name in every if name.rsplit(".", 1)[-1] in endings} == full else full
 
 
 def embeddings_name(model: nn.Module) -> str:
-    """The name of the module that embeds a transformers model's tokens."""
+    """Return the name of the module that embeds the tokens of a transformers model."""
     embeddings = cast(Any, model).get_input_embeddings()
     return next(name for name, module in model.named_modules() if module is embeddings)
 
@@ -59,12 +60,12 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def layout_of(module: nn.Module) -> FFNLayout | None:
-    """The layout of an FFN, with or without experts; None for other modules."""
+    """Return the layout of an FFN, with or without experts, or None for other modules."""
     return module.layout if isinstance(module, MoELoraFFN) else find_layout(module)
 
 
 def _linears_of_ffns(model: nn.Module) -> list[str]:
-    """The linears of FFNs whose parts stand in the decoder layers themselves."""
+    """Return the names of FFN linears held directly by decoder layers. Warn if there are any."""
     linears = []
     for name, module in _language_modules(model):
         layout = layout_in_layer(module)
@@ -75,7 +76,7 @@ def _linears_of_ffns(model: nn.Module) -> list[str]:
     return linears
 
 
-@functools.cache  # once per kind of model
+@functools.cache  # once per kind of model and set of linears
 def _warn_of_linears(model: str, linears: str) -> None:
     logger.warning(
         f"{model}: decoder layers hold the parts of their FFNs, so each of {linears} gets experts and a router of its "
@@ -84,7 +85,7 @@ def _warn_of_linears(model: str, linears: str) -> None:
 
 
 def _language_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Named modules, without those of vision or audio towers."""
+    """Yield named modules of the language model: no vision or audio towers, nothing inside a tuner's `base_layer`."""
     config = getattr(model, "config", None)
     inside = set(model.modules())
     if config is not None and hasattr(config, "get_text_config") and config.get_text_config() is not config:
@@ -97,7 +98,7 @@ def _language_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _towers(model: nn.Module) -> Iterator[nn.Module]:
-    """The models inside `model` that have its config for images or audio (in Phi-4 they lie in the decoder)."""
+    """Yield the models inside `model` with its vision or audio config (Phi-4 has them in the decoder)."""
     config = getattr(model, "config", None)
     names = [name for name in getattr(config, "sub_configs", {}) if "vision" in name or "audio" in name]
     kinds = tuple(type(getattr(config, name)) for name in names if getattr(config, name, None) is not None)
@@ -107,31 +108,35 @@ def _towers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def behind_backbone(model: nn.Module, paths: Iterable[str]) -> set[str]:
-    """Those of some modules that run after the backbone, as a head does: the recording of a pass has ended by then."""
+    """
+    Return the paths of modules outside the backbone, such as a head. They run after the recording of a pass has ended.
+    """
     inside = {*cast(nn.Module, getattr(model, "base_model", model)).modules()}
     return {path for path in paths if model.get_submodule(path) not in inside}
 
 
 def has_routed_experts(model: nn.Module) -> bool:
     """
-    Whether a model has routed experts. Its config does not tell: dense models may have the config of a MoE (Jamba,
-    Llama 4), and MoEs name the fields as they like.
+    Return whether a model has routed experts. Its config does not tell: dense models may have the config of a MoE
+    (Jamba, Llama 4), and MoE families use different names for the fields.
     """
     routers = tuple(cls for module in model.modules() for cls in recorded_routers(module))
     return any(isinstance(m, routers) or _holds_experts(m) for m in model.modules())
 
 
 def recorded_routers(module: nn.Module) -> dict[type, int]:
-    """The classes of the routers whose logits a transformers model records, and their index in what each returns."""
+    """
+    Return the router classes recorded by a transformers model, mapped to the index of the logits in a router's output.
+    """
     recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
     recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
-    # A class alone is allowed, too.
+    # An entry is a recorder or only the class.
     return {getattr(r, "target_class", r): getattr(r, "index", 0) for r in recorders}
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Whether a block has several experts by that name, as a list of modules or stacked in tensors [n, …, …]."""
-    if isinstance(module, nn.ModuleDict):  # a tuner layer's, by adapter, of which one may have this name
+    """Return whether a block has several experts in `experts`, as a list of modules or stacked in tensors [n, …, …]."""
+    if isinstance(module, nn.ModuleDict):  # of a tuner layer, by adapter: an adapter may be named "experts"
         return False
     experts = getattr(module, "experts", None)
     if isinstance(experts, nn.ModuleList):

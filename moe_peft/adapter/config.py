@@ -1,4 +1,7 @@
-"""`MoELoraConfig`: the configuration of a MoE-LoRA adapter, named after `LoraConfig` and transformers' MoE configs."""
+"""
+`MoELoraConfig`, the configuration of a MoE-LoRA adapter. Fields are named as in `LoraConfig` and in transformers' MoE
+configs.
+"""
 
 from __future__ import annotations
 
@@ -17,111 +20,111 @@ from ..utils.model_card import write_model_card
 from ..utils.settings import ALPHA, COUNT, NOT_NEGATIVE, POSITIVE, Range, check_patterns, check_settings, setting
 from .experts import EXPERTS, Experts
 
-# Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
+# Fields determined by the LoRA adapters when they are stacked into a MoE adapter.
 EXPERT_FIELDS = (
     "num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections",
     "bottleneck_size", "exclude_modules", "layers_to_transform", "layers_pattern", "num_experts_pattern",
     "rank_pattern", "alpha_pattern", "init_lora_weights", "trainable_token_indices", "mean_loras",
 )  # fmt: skip
 
-# How PEFT names the rows of tokens that an adapter trained, and the whole embeddings, saved where they were resized.
+# PEFT's names in a saved adapter: trained rows of tokens, and complete embeddings (saved if they were resized).
 TOKEN_ROWS, ALL_ROWS = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer"
 Mixing = Literal["output", "projection"]
 
-# The settings of routers that a config has, as `router_…`.
+# Router settings with a field `router_…` in the config.
 _ROUTER_SETTINGS = {each.name: each for each in fields(RouterSettings) if "help" in each.metadata}
 
 
-# Settings of `LoraConfig` that experts lack.
+# Settings of `LoraConfig` without an equivalent for experts.
 _LORA_SETTINGS = (
     "bias", "fan_in_fan_out", "use_dora", "lora_bias", "loftq_config", "layer_replication", "target_parameters",
 )  # fmt: skip
 
 
 def name_in_base(key: str) -> str:
-    """An adapter's tensor, without the names of what PEFT wraps around the base's modules."""
+    """Return the base's name for a tensor of an adapter, without the names of PEFT's wrapper modules."""
     return key.removeprefix("base_model.model.").replace(ALL_ROWS, "").replace(".base_layer", "")
 
 
 def unread_settings(router: type[Router]) -> list[Field]:
-    """The fields of `RouterSettings` that routers of this class do not read; all read the jitter noise."""
+    """Return the fields of `RouterSettings` not read by routers of this class. All routers read the jitter noise."""
     return [each for name, each in _ROUTER_SETTINGS.items() if name not in ("jitter_noise", *router.reads)]
 
 
 @dataclass
 class MoELoraConfig(PeftConfig):
     """
-    Configuration of a MoE-LoRA adapter: every targeted FFN block (or single linear layer) gets `num_experts` LoRA
-    experts and a router that picks `top_k` of them for each token.
+    Configuration of a MoE-LoRA adapter. Every targeted FFN block or single linear layer gets `num_experts` LoRA experts
+    and a router. The router picks `top_k` experts for each token.
 
     Expert i replaces a projection W by `W + s·B_i A_i` with `s = lora_alpha / r` (`lora_alpha / sqrt(r)` with
-    `use_rslora`). The mathematics are those of LoRA (Hu et al., 2021), MixLoRA (Li et al., 2024; mixing "output") and
-    LoRAMoE (Dou et al., 2023; mixing "projection").
+    `use_rslora`). The mathematics follow LoRA (Hu et al., 2021), MixLoRA (Li et al., 2024; mixing "output") and LoRAMoE
+    (Dou et al., 2023; mixing "projection").
 
-    With `expert_type="bottleneck"`, the experts of an FFN are the adapters of PESC (Wu et al., 2024, arXiv 2401.02731)
-    behind it: `y = Σ g_i A_i(FFN(x))` with `A_i(h) = U_i GELU(D_i h) + h`, D_i [b, d], U_i [d, b], no biases, and the
-    router on x. Single linears in `target_modules` still get LoRA experts.
+    With `expert_type="bottleneck"`, the experts of an FFN are the adapters of PESC (Wu et al., 2024, arXiv 2401.02731),
+    applied to its output: `y = Σ g_i A_i(FFN(x))` with `A_i(h) = U_i GELU(D_i h) + h`, D_i [b, d], U_i [d, b], no
+    biases. The router reads x. Single linears in `target_modules` still get LoRA experts.
 
     Args:
         r: Rank of every LoRA expert.
-        lora_alpha: The scaling's numerator. None: `2·top_k·r` (`2·top_k·sqrt(r)` with `use_rslora`), of each module. As
-            gates sum to 1, k experts then change an output as much as a LoRA of rank k·r with the usual alpha of twice
-            its rank.
+        lora_alpha: Numerator of the scaling. None: `2·top_k·r` (`2·top_k·sqrt(r)` with `use_rslora`), computed for each
+            module. As gates sum to 1, k experts then change an output as much as a LoRA of rank k·r with the usual
+            alpha of twice its rank.
         lora_dropout: Dropout on the experts' input, as in LoRA.
         use_rslora: Scale by `lora_alpha / sqrt(r)`.
         num_experts: Experts in every targeted module.
-        base_expert: Make the last of the experts the base: it has no update and no weights, so tokens that are routed
-            to it have the FFN (or linear) as it was.
+        base_expert: Make the last expert the base: it has no update and no weights. For tokens routed to it, the FFN
+            (or linear) is unchanged.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
-        num_shared_experts: LoRA experts that serve every token beside the routed ones, with gate 1: one LoRA of rank
-            `num_shared_experts · r` under them all, `W_i = W + s·B_0 A_0 + s·B_i A_i`.
+        num_shared_experts: LoRA experts for every token in addition to the routed ones, with gate 1. Together they are
+            one LoRA of rank `num_shared_experts · r`, added to every routed expert: `W_i = W + s·B_0 A_0 + s·B_i A_i`.
         normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
         mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of complete FFNs, which can be exported as one.
-            `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
-            not a native MoE.
+            `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN. It is cheaper,
+            but not a native MoE.
         target_modules: FFN blocks or single linear layers, or both: names (matched by suffix) or one regex. `None`
-            finds every FFN of the language model, or the linears of FFNs that have no block of their own (OPT). A
-            single linear always mixes as "projection".
+            finds every FFN of the language model, or the linears of FFNs without a block of their own (OPT). A single
+            linear always mixes as "projection".
         target_projections: The FFN projections that get experts, e.g. `["gate_proj", "up_proj"]`; `None` takes all.
         exclude_modules: Names or a regex of modules to leave alone.
         layers_to_transform: Layer index or indices to adapt; not with a regex in `target_modules`.
         layers_pattern: Name of the model's layer list, with `layers_to_transform`.
-        expert_type: What the experts are, a name in `moe_peft.adapter.experts.EXPERTS`. `"lora"`: LoRAs on projections.
-            `"hydra_lora"`: the same with one A for all experts of a projection (HydraLoRA, arXiv 2404.19245).
-            `"bottleneck"`: PESC's bottleneck adapters behind an FFN; only with mixing "output" and without
+        expert_type: Kind of experts, a name in `moe_peft.adapter.experts.EXPERTS`. `"lora"`: LoRAs on projections.
+            `"hydra_lora"`: LoRAs with one A for all experts of a projection (HydraLoRA, arXiv 2404.19245).
+            `"bottleneck"`: PESC's bottleneck adapters after an FFN, only with mixing "output" and without
             `target_projections`.
         bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
-        trainable_token_indices: Token ids whose rows of the input embeddings are trained and saved with the adapter,
-            as one list, or lists by the names of embeddings and heads. All experts share them. A head that the model
-            ties to its embeddings has the same rows.
-        ensure_weight_tying: Train one copy of what the model ties: of embeddings and head in `modules_to_save`.
+        trainable_token_indices: Token ids to train: their rows of the input embeddings are trained and saved with the
+            adapter. Either one list, or lists by the names of embeddings and heads. All experts share the rows. A head
+            tied to the embeddings has the same rows.
+        ensure_weight_tying: Train one copy of tied embeddings and head in `modules_to_save`.
         expert_names: Names of the experts, in order, for reports and `moe_peft.force_experts`; None: 0, 1, ….
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
         mean_loras: A linear with a single LoRA (`num_experts_pattern` of 1) holds the mean of all experts' LoRAs,
-            concatenated along the rank; set by `moe_peft.lora_to_moe`.
+            concatenated along the rank. Set by `moe_peft.lora_to_moe`.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
         alpha_pattern: Maps a module name or regex to an alpha other than `lora_alpha`.
-        router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
-            linear gate's logits. `"mlp"`: the same with a gate of two layers. `"attention"`: a mixture of routers in
-            the form of attention heads, see `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability
-            as gate; only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"arrow"`: the
-            absolute values of a linear gate's logits, see `moe_peft.init_gates`. `"soft"`: all experts. `"top_p"`,
-            `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of equal parts of the
+        router_type: Kind of router; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a linear
+            gate's logits. `"mlp"`: the same with a gate of two layers. `"attention"`: a mixture of routers in the form
+            of attention heads, see `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability as gate;
+            only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"arrow"`: the absolute
+            values of a linear gate's logits, see `moe_peft.init_gates`. `"soft"`: all experts. `"top_p"`,
+            `"threshold"`: the experts of the top k kept by `router_threshold`. `"locmoe"`: means of equal parts of the
             hidden state. `"hash"`: a fixed map from token ids to experts.
-        router_threshold, router_capacity_factor, …: The settings of `moe_peft.routing.RouterSettings`, which has more
-            on each, with the prefix `router_`.
+        router_threshold, router_capacity_factor, …: Settings of `moe_peft.routing.RouterSettings` with the prefix
+            `router_`. They are described there.
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
             D and B is U.
         bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication, target_parameters: Arguments of
-            `LoraConfig`, accepted at the values that have no effect, so that those of a tutorial need not be taken out.
+            `LoraConfig`, accepted at values without effect, so they can stay in code from a LoRA tutorial.
 
     Raises:
-        ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
+        ValueError: A field has a value that cannot work. The message names the field, the value and the remedy.
 
     Example:
 
@@ -179,7 +182,7 @@ class MoELoraConfig(PeftConfig):
     )
     expert_type: str = setting("lora", f"One of {', '.join(EXPERTS)}.", EXPERTS)
     bottleneck_size: int = setting(64, "Size of every bottleneck expert.", COUNT)
-    # Settings of `LoraConfig`, accepted at the values that have no effect.
+    # Settings of `LoraConfig`, accepted at values without effect.
     bias: InitVar[Any] = "none"
     fan_in_fan_out: InitVar[Any] = False
     use_dora: InitVar[Any] = False
@@ -199,7 +202,7 @@ class MoELoraConfig(PeftConfig):
                 setattr(self, name, set(value))
         self._check_values()
         router = self.router_class
-        if not self.inference_mode:  # a saved adapter may have what its router overrides
+        if not self.inference_mode:  # a saved adapter may have settings overridden by its router
             self._check_combinations()
         if router.only_top_k is not None:
             self.top_k, self.normalize_top_k = router.only_top_k, False
@@ -212,16 +215,16 @@ class MoELoraConfig(PeftConfig):
 
     @property
     def num_updates(self) -> int:
-        """How many experts have weights: all but the last, where that is the base."""
+        """Number of experts with weights: one less than `num_experts` if the last is the base."""
         return self.num_experts - self.base_expert
 
     @property
     def router_class(self) -> type[Router]:
-        """The class that `router_type` names; its attributes say what it needs and allows."""
+        """Class named by `router_type`. Its attributes say which settings the router needs and allows."""
         return ROUTERS[self.router_type]
 
     def _check_values(self) -> None:
-        """Values that would compute something other than what was asked for, or NaN."""
+        """Raise if a value would give NaN or compute something else than requested."""
         check_settings(self, "MoELoraConfig: ")
         check_patterns(vars(self), "MoELoraConfig: ")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
@@ -259,7 +262,7 @@ class MoELoraConfig(PeftConfig):
             self._fail(field, f"must be at most the number of experts ({n}), or give that module a single expert")
 
     def _check_combinations(self) -> None:
-        """Settings that the router overrides, or has no use for."""
+        """Raise if the router overrides a setting or does not read it."""
         router, kind = self.router_class, f"router_type={self.router_type!r}"
         for unread in unread_settings(router):
             self._check_unread(f"router_{unread.name}", unread.default, f"{kind} has no use for it")
@@ -293,11 +296,11 @@ class MoELoraConfig(PeftConfig):
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """
-        The settings of one module, with the patterns applied.
+        Return the settings of one module, with the patterns applied.
 
         Args:
             module_name: the module's name in the model.
-            model_config: the base's text config, which gives the size of routers that depend on its attention.
+            model_config: the base's text config, for the size of routers that depend on its attention.
 
         Raises:
             ValueError: the router's size depends on the attention, and the config has no number of heads; or the module
@@ -333,17 +336,17 @@ class MoELoraConfig(PeftConfig):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with sets as sorted lists, so that every process saves the same bytes."""
+        """Return the fields, with sets as sorted lists, so every process saves the same bytes."""
         values = super().to_dict()
         return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """
-        Save the config. Beside an adapter's weights, which PEFT saves first, also the adapter's model card, see
-        `moe_peft.utils.model_card.write_model_card`.
+        Save the config. If the folder holds the adapter's weights, which PEFT saves first, write the adapter's model
+        card too (see `moe_peft.utils.model_card.write_model_card`).
         """
         super().save_pretrained(save_directory, **kwargs)
-        # PEFT sorts the keys of the patterns, of which the first that fits counts.
+        # PEFT sorts pattern keys on save, but the first match wins: restore the user's order.
         path = Path(save_directory, CONFIG_NAME)
         saved = read_json(path)
         in_order = {name: value for name in saved if isinstance(value := getattr(self, name, None), dict)}
@@ -354,7 +357,8 @@ class MoELoraConfig(PeftConfig):
 
 def by_pattern(pattern: dict[str, Any] | None, module_name: str, default: Any) -> Any:
     """
-    A module's value in `rank_pattern` or another of PEFT's patterns: that of the first key that its name ends with.
+    Return a module's value in `rank_pattern` or another of PEFT's patterns: the value of the first key that matches the
+    end of the module's name.
     """
     return next(
         (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module_name)), default
@@ -362,12 +366,12 @@ def by_pattern(pattern: dict[str, Any] | None, module_name: str, default: Any) -
 
 
 def usual_alpha(r: int, top_k: int = 1, use_rslora: bool = False) -> float:
-    """The alpha with which a scaling is twice the number of a token's experts; for a LoRA, 2."""
+    """Return the alpha for a scaling of `2 * top_k` (of 2 for a LoRA)."""
     return 2 * top_k * (r**0.5 if use_rslora else r)
 
 
 def trained_tokens(config: Any, module: str) -> list[int]:
-    """The tokens whose rows of a module a LoRA or MoE-LoRA adapter trains, in the order in which it saves them."""
+    """Return the tokens trained by a LoRA or MoE-LoRA adapter in a module, in the order of the saved rows."""
     tokens = config.trainable_token_indices or {}
     if not isinstance(tokens, dict):
         return tokens
@@ -375,7 +379,7 @@ def trained_tokens(config: Any, module: str) -> list[int]:
 
 
 def _attention_size(config: Any) -> int:
-    """Total width of a layer's queries over all heads, from the model's text config."""
+    """Return the total width of a layer's queries over all heads, from the model's text config."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise InputError(

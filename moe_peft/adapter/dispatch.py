@@ -1,8 +1,8 @@
 """
-How the experts of a batch are computed: what `experts.lora.by_loop` defines, without the loop. The same five linear
-maps by several methods.
+Computes the experts' outputs for a batch without a loop over experts. `experts.lora.by_loop` is the definition.
+Several methods implement the same five linear maps.
 
-A *pair* is a (token, slot): token t with the j-th of its k experts. For one batch, a `Dispatch` knows the expert and
+A *pair* is a (token, slot): token t with the j-th of its k experts. For one batch, a `Dispatch` holds the expert and
 the gate of each pair. It provides
 
     spread   [T, m] → [P, m]             copies each token's row to its pairs (a new tensor)
@@ -11,21 +11,21 @@ the gate of each pair. It provides
     expand   [P, r], [n, r, m] → [P, m]  h B_i, on request added in place to another [P, m] (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
-and the operations that experts call: `shrink_tokens`, `expand_collect` and `update`, which is both with the gates in
-between. Where all experts share a first matrix, [1, r, m], its products are plain ones. No method loops over experts
-or tokens or waits for the device, and all shapes are static.
+and the operations called by experts: `shrink_tokens`, `expand_collect` and `update` (both, with the gates in between).
+A first matrix shared by all experts, [1, r, m], needs only plain products. No method loops over experts or tokens, or
+waits for the device. All shapes are static.
 
-An update's factor `s·g` is multiplied where tensors are smallest, onto `A x`:
+The factor `s·g` of an update multiplies `A x`, where tensors are smallest:
 
-    products of tokens with all experts   [T, n·r]  `weighted_columns`; 0 for experts that were not chosen
+    products of tokens with all experts   [T, n·r]  `weighted_columns`; 0 for experts not chosen
     products of pairs                     [P, r]    `expand_collect`
     one token (`LoraExperts._decoded`)    [k, r]
 
-Mixing "output" multiplies g onto each pair's hidden activation, too: `collect(…, gated=True)`, [P, f] → [T, f].
+Mixing "output" also multiplies g onto each pair's hidden activation: `collect(…, gated=True)`, [P, f] → [T, f].
 
-`Dense` and `Gather` keep pairs in the order of (token, slot); `Blocks` and `Sorted` sort them by their expert. These
-may consist of several `parts` with some of the slots each, which are computed one after another: temporary memory is
-then that of one part, whatever k is.
+`Dense` and `Gather` keep pairs in the order of (token, slot). `Blocks` and `Sorted` sort pairs by expert. They are
+`parts` of an `InParts`, with some of the slots each. Parts are computed one after another, so temporary memory is one
+part's, whatever k is.
 
 Legend: T tokens, n experts, k slots, j slots of a part, P = T·k pairs, r rank, m a width (in or out features),
 C = n·r columns of all experts.
@@ -49,7 +49,7 @@ from ..utils.torch_contexts import without_autocast
 
 class Dispatch:
     """
-    What all methods share: pairs in the order of (token, slot), and products with all experts at once.
+    Base class of all methods: pairs in the order of (token, slot), and products with all experts at once.
 
     Args:
         experts_TK: each token's experts, int64 [T, k].
@@ -57,8 +57,8 @@ class Dispatch:
         num_experts: n.
         scaling: s, the factor of every expert's update.
         all_columns: whether products of tokens use all experts' matrices at once.
-        updated_TK: whether a pair's expert changes the base, bool [T, k]; None: all do. The matrices of one that does
-            not are those of some other expert, with factor 0.
+        updated_TK: whether a pair's expert changes the base, bool [T, k]; None: all do. A pair without an update uses
+            the matrices of another expert, with factor 0.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Dispatch:
     ) -> None:
         self.experts, self.gates, self.updated = experts_TK, gates_TK, updated_TK
         self.scaling, self.all_columns = scaling, all_columns
-        self.mixes_outputs = False  # whether the experts' complete outputs are mixed, not their updates
+        self.mixes_outputs = False  # True: mix the experts' complete outputs, not their updates
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
@@ -83,70 +83,70 @@ class Dispatch:
 
     @property
     def parts(self) -> Sequence[Dispatch]:
-        """Dispatches that together cover all pairs."""
+        """Dispatches covering all pairs together."""
         return [self]
 
     def to_pairs(self, values_TK: torch.Tensor) -> torch.Tensor:
-        """One value per slot as a column [P, 1] in the pairs' order; 0 for padding."""
+        """Return one value per slot as a column [P, 1] in the pairs' order; 0 for padding."""
         return values_TK.reshape(-1, 1)
 
     def pair_gates(self) -> torch.Tensor:
-        """Gates as a column [P, 1] in the pairs' order."""
+        """Return the gates as a column [P, 1] in the pairs' order."""
         return self.to_pairs(self.gates)
 
     def slot_factors(self) -> torch.Tensor:
-        """The factor of the update in each slot, `s·g`, or 0 where there is none, [T, k]."""
+        """Return each slot's factor of the update, `s·g`, or 0 for a slot without an update, [T, k]."""
         factors_TK = self.gates * self.scaling
         return factors_TK if self.updated is None else factors_TK.masked_fill(~self.updated, 0)
 
     def scaled_gates(self) -> torch.Tensor:
-        """`slot_factors` as a column [P, 1]; computed once for all projections."""
+        """Return `slot_factors` as a column [P, 1], computed once for all projections."""
         if self._scaled_gates is None:
             whole = self.updated is None
             self._scaled_gates = self.pair_gates() * self.scaling if whole else self.to_pairs(self.slot_factors())
         return self._scaled_gates
 
     def updating(self, h_PR: torch.Tensor) -> torch.Tensor:
-        """h [P, r], or 0 where a pair has no update."""
+        """Return h [P, r], with 0 for pairs without an update."""
         return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
 
     def scaled(self, h_PR: torch.Tensor) -> torch.Tensor:
-        """`s·h` [P, r], or 0 where a pair has no update."""
+        """Return `s·h` [P, r], with 0 for pairs without an update."""
         return self.updating(h_PR * self.scaling)
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Experts' matrices [n, r, m] as products in this dtype take them."""
+        """Return experts' matrices [n, r, m], ready for products in this dtype."""
         return A if A.dtype == dtype else A.to(dtype)
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
-        """One value per pair, [P] → [T, k] (the transpose of `pair_gates`)."""
+        """Return one value per pair by slot, [P] → [T, k] (the transpose of `to_pairs`)."""
         return values_P.view(-1, self.k)
 
     def pair_experts(self) -> torch.Tensor:
-        """Each pair's expert, [P]; computed once for all projections."""
+        """Return each pair's expert, [P], computed once for all projections."""
         if self._pair_experts is None:
             self._pair_experts = self.experts.reshape(-1)
         return self._pair_experts
 
     def pair_tokens(self) -> torch.Tensor:
-        """Each pair's token, [P]."""
+        """Return each pair's token, [P]."""
         return torch.arange(self.tokens, device=self.experts.device).repeat_interleave(self.k)
 
     def pair_rows(self) -> torch.Tensor:
-        """The row of each pair in a table of (token, expert) [T·n, …], [P]; computed once for all projections."""
+        """Return each pair's row in a table of (token, expert) [T·n, …], [P], computed once for all projections."""
         if self._pair_rows is None:
             self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
         return self._pair_rows
 
     def gate_columns(self, r: int) -> torch.Tensor:
         """
-        For each column of all experts' matrices, `s·g` of its expert, zero if a token did not choose it, [T, n·r];
-        computed once for all projections.
+        Return `s·g` for each column of all experts' matrices, [T, n·r], with 0 for experts not chosen by a token.
+        Computed once for all projections.
         """
         if r not in self._gate_columns:
             gates_TK = self.slot_factors()
             empty_TN = gates_TK.new_zeros(self.tokens, self.n)
-            # Added up, as the slot without an update may have the matrices of another slot's expert.
+            # Add, do not overwrite: a slot without an update may have the same expert as another slot.
             gates_TN = (empty_TN.scatter if self.updated is None else empty_TN.scatter_add)(1, self.experts, gates_TK)
             self._gate_columns[r] = gates_TN.repeat_interleave(r, dim=1)
         return self._gate_columns[r]
@@ -183,32 +183,37 @@ class Dispatch:
     # --- on tokens ----------------------------------------------------------------------------------------------------
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. A shared x is spread once."""
+        """
+        Return `shrink(spread(x), A)` [P, r] for each x [T, m] and its A, as a list by part. A shared x is spread once.
+        """
         if not A:
             return []
-        if A[0].shape[0] == 1:  # shared by all experts: one product a token, for all its pairs
+        if A[0].shape[0] == 1:  # shared by all experts: one product per token, for all its pairs
             low = [x_TM @ A_1RM[0].T for x_TM, A_1RM in zip(x, A, strict=True)]
             return [[part.spread(low_TR) for part in self.parts] for low_TR in low]
+        # One product of the tokens with all experts. Each pair then picks the row of its (token, expert).
         if self.all_columns:
             rows = [part.pair_rows() for part in self.parts]
             tables = [(x_TM @ A_NRM.flatten(0, 1).T).view(-1, A_NRM.shape[1]) for x_TM, A_NRM in zip(x, A, strict=True)]
             lengths = [row.shape[0] for row in rows]
             return [list(table.index_select(0, torch.cat(rows)).split(lengths)) for table in tables]
+        # Different inputs (dropout gives each projection its own mask): one projection at a time.
         if any(x_TM is not x[0] for x_TM in x):
             return [self.shrink_tokens([x_TM], [A_NRM])[0] for x_TM, A_NRM in zip(x, A, strict=True)]
+        # Products by pair, part by part. `zip` turns [part][projection] into [projection][part].
         by_part = [_apply(_ShrinkTokens, part, x[0], *A) for part in self.parts]
         return [list(h) for h in zip(*by_part, strict=True)]
 
     def expand_collect(
         self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
     ) -> torch.Tensor:
-        """`base + s Σ g B h`, [T, m], from h [P, r] of each part; with `in_place`, base may be overwritten."""
+        """Return `base + s Σ g B h`, [T, m], from h [P, r] of each part. With `in_place`, base may be overwritten."""
         weighted = [(h_PR * part.scaled_gates()).to(base_TM.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
         if self.all_columns:
             # A token's experts are distinct, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
-                table.index_add_(0, part.pair_rows(), h_PR)  # not a copy, as padding adds zeros
+                table.index_add_(0, part.pair_rows(), h_PR)  # add, do not copy: padding adds zeros
             return plus_product(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1), in_place)
         for h_PR, part in zip(weighted, self.parts, strict=True):
             base_TM = _apply(_ExpandCollect, part, base_TM, h_PR, B)
@@ -222,7 +227,9 @@ class Dispatch:
         base: Sequence[torch.Tensor],
         in_place: bool = False,
     ) -> list[torch.Tensor]:
-        """`base + s Σ_i g_i B_i A_i x`, [T, out], of each projection; with `in_place`, bases may be overwritten."""
+        """
+        Return `base + s Σ_i g_i B_i A_i x`, [T, out], of each projection. With `in_place`, bases may be overwritten.
+        """
         if not self.all_columns:
             h = self.shrink_tokens(x, A)
             return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
@@ -233,18 +240,18 @@ class Dispatch:
         return updated
 
     def weighted_columns(self, x_TM: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
-        """`s g_i A_i x` for all experts, [T, n·r]; zero for those that a token did not choose."""
+        """Return `s g_i A_i x` for all experts, [T, n·r], with zeros for experts not chosen by a token."""
         gates_TC = self.gate_columns(A_NRM.shape[1])
         h_TC = F.linear(x_TM, A_NRM.flatten(0, 1))
         if A_NRM.shape[0] == 1:  # shared by all experts
             h_TC = h_TC.repeat(1, self.n)
-        if h_TC.dtype == torch.float16:  # 0 times infinity is NaN, and an expert that was not chosen may overflow
+        if h_TC.dtype == torch.float16:  # an expert not chosen may overflow, and 0 times infinity is NaN
             h_TC = h_TC.masked_fill(gates_TC == 0, 0)
         return h_TC * gates_TC
 
 
 def plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """`base + h B`, [T, m]; with `in_place`, base may be overwritten."""
+    """Return `base + h B`, [T, m]. With `in_place`, base may be overwritten."""
     return base_TM.addmm_(h_TC, B_CM) if in_place else torch.addmm(base_TM, h_TC, B_CM)
 
 
@@ -252,15 +259,18 @@ def plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, 
 
 
 class Dense(Dispatch):
-    """Products of pairs also use the matrices of all experts at once; the columns of other experts are masked."""
+    """
+    Dispatch by masks: products of pairs also use the matrices of all experts at once. Columns of other experts are
+    masked.
+    """
 
     def _mask(self, h_PR: torch.Tensor) -> torch.Tensor:
-        """[P, r] → [P, n·r], zero outside the pair's expert."""
+        """Return h [P, r] as [P, n·r], zero outside the pair's expert."""
         one_hot_PN = F.one_hot(self.pair_experts(), self.n).to(h_PR.dtype)
         return (one_hot_PN.unsqueeze(2) * h_PR.unsqueeze(1)).flatten(1)
 
     def _own_columns(self, h_PC: torch.Tensor) -> torch.Tensor:
-        """[P, n·r] → [P, r], those of the pair's expert (the transpose of `_mask`)."""
+        """Return the columns of each pair's expert, [P, n·r] → [P, r] (the transpose of `_mask`)."""
         r = h_PC.shape[1] // self.n
         index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, r)
         return h_PC.view(-1, self.n, r).gather(1, index).squeeze(1)
@@ -277,10 +287,10 @@ class Dense(Dispatch):
 
 
 class Gather(Dispatch):
-    """Copies the matrices of each token's experts, which are a LoRA of rank k·r of its own: for few tokens."""
+    """Dispatch by copies, for few tokens. The copied matrices of a token's experts form one LoRA of rank k·r."""
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return A if A.shape[0] > 1 else super().cast(A, dtype)  # `_of_pairs` casts those of the chosen experts alone
+        return A if A.shape[0] > 1 else super().cast(A, dtype)  # `_of_pairs` casts only the chosen experts' matrices
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if A and A[0].shape[0] == 1:
@@ -295,6 +305,7 @@ class Gather(Dispatch):
     def expand_collect(
         self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
     ) -> torch.Tensor:
+        # One batched product: a token's h [1, k·r] with the rows of its experts [k·r, m].
         h_T1C = (h[0] * self.scaled_gates()).to(base_TM.dtype).view(self.tokens, 1, -1)
         if not in_place:
             return torch.baddbmm(base_TM.unsqueeze(1), h_T1C, self._of_tokens(B, base_TM.dtype)).squeeze(1)
@@ -302,11 +313,11 @@ class Gather(Dispatch):
         return base_TM
 
     def _of_tokens(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The rows of each token's experts, [T, k·r, m]."""
+        """Return the rows of each token's experts, [T, k·r, m]."""
         return self._of_pairs(A, dtype).view(self.tokens, -1, A.shape[2])
 
     def _of_pairs(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The matrices of each pair's expert, [P, r, m]."""
+        """Return the matrices of each pair's expert, [P, r, m]."""
         A_PRM = A.index_select(0, self.pair_experts())
         return A_PRM if A_PRM.dtype == dtype else A_PRM.to(dtype)
 
@@ -325,11 +336,11 @@ class Gather(Dispatch):
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
 
-# --- backward passes that autograd would not derive: that of spread is collect, not an indexed sum -------------------
+# --- backward passes by hand: for spread, autograd would derive an indexed sum instead of collect ---------------------
 
 
 def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a backward that is differentiable once and whose products keep their dtypes, as those of forward do."""
+    """Decorate a backward that is differentiable once. Its products keep their dtypes, like the products of forward."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -340,14 +351,14 @@ def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(function: Any, part: Dispatch, *tensors: torch.Tensor) -> Any:
-    """Apply the function with its backward; without gradients, or if torch.compile derives them, only compute it."""
+    """Apply the function with its backward. Without gradients, or if torch.compile derives them, only compute it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function.compute(part, *tensors)
     return function.apply(part, *tensors)
 
 
 class _ShrinkTokens(torch.autograd.Function):
-    """`shrink(spread(x), A)` of one part for each A; backward spreads the tokens again instead of keeping them."""
+    """`shrink(spread(x), A)` of one part for each A. Backward spreads the tokens again instead of keeping the pairs."""
 
     @staticmethod
     def compute(part: Dispatch, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -365,6 +376,7 @@ class _ShrinkTokens(torch.autograd.Function):
     def backward(ctx: Any, *d_h: torch.Tensor) -> Any:
         part: Dispatch = ctx.part
         x_TM, *matrices = ctx.saved_tensors
+        # Backward to x: expand each gradient onto the pairs, add up, and collect by token.
         d_x_TM = None
         if ctx.needs_input_grad[1]:
             d_x_PM = part.expand(d_h[0], matrices[0])
@@ -372,6 +384,7 @@ class _ShrinkTokens(torch.autograd.Function):
                 d_x_PM = part.expand(d_h_PR, A, onto_PM=d_x_PM)
             d_x_TM = part.collect(d_x_PM)
             del d_x_PM  # before the next tensor of its size is allocated
+        # Backward to each A, with the tokens spread again.
         if not any(ctx.needs_input_grad[2:]):
             return None, d_x_TM, *(None for _ in matrices)
         x_PM = part.spread(x_TM)
@@ -396,18 +409,22 @@ class _ExpandCollect(torch.autograd.Function):
     def backward(ctx: Any, d_TM: torch.Tensor) -> Any:
         part: Dispatch = ctx.part
         h_PR, B = ctx.saved_tensors
+        # The transposes: spread for collect, shrink for expand, outer for B.
         d_PM = part.spread(d_TM)
         return None, d_TM, part.shrink(d_PM, B), (part.outer(h_PR, d_PM) if ctx.needs_input_grad[3] else None)
 
 
 # --- pairs sorted by their expert ------------------------------------------------------------------------------------
 
-# Slots per part. Two cover the usual top_k in one part; more would need more memory than plain LoRA of the same rank.
+# Slots per part. Two cover the usual top_k in one part. More would need more memory than plain LoRA of the same rank.
 PART_SLOTS = 2
 
 
 class _Part(Dispatch):
-    """Some slots with pairs in another order: `_rows` [T, j] of each token's pairs, `_tokens` [P] of each row."""
+    """
+    Some of the slots, with pairs in another order. `_rows` [T, j] are the rows of each token's pairs, `_tokens` [P] is
+    the token of each row.
+    """
 
     _rows: torch.Tensor
     _tokens: torch.Tensor
@@ -430,11 +447,11 @@ class _Part(Dispatch):
         return F.embedding_bag(self._rows, y_PM, mode="sum", per_sample_weights=self.gates if gated else None)
 
 
-# What a compiler gets to fuse. It would derive indexed sums as their backward, whose writes collide; these are gathers.
+# For torch.compile to fuse. Its own backward would be indexed sums with colliding writes. These are gathers.
 
 
 class _Spread(torch.autograd.Function):
-    """`x[tokens]`; the backward sums the rows of each token, because padding has no gradient."""
+    """`x[tokens]`. Backward sums the rows of each token, because padding has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_TM: torch.Tensor, tokens_P: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
@@ -448,7 +465,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The sum of each token's rows, with gates [T, j] or without; `gates_P1` are the same by row, 0 for padding."""
+    """Sum of each token's rows, with gates [T, j] or without. `gates_P1` has the same gates by row, 0 for padding."""
 
     @staticmethod
     def forward(
@@ -475,17 +492,17 @@ class _Collect(torch.autograd.Function):
 
 
 def _of_slots(y_PM: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
-    """The rows of each token's pairs, [P, m] → [T, j, m]."""
+    """Return the rows of each token's pairs, [P, m] → [T, j, m]."""
     return y_PM.index_select(0, rows_TJ.flatten()).view(*rows_TJ.shape, y_PM.shape[1])
 
 
 class Blocks(_Part):
     """
-    Sorts pairs by their expert and pads them to blocks of one expert each, for batched products.
+    Sorts pairs by expert and pads them to blocks of one expert each, for batched products.
 
-    The number of blocks depends on the sizes alone, not on the routing, and any dtype and width is supported. Padding
-    rows are copies of a pair of their block's expert with gate 0, so they affect neither outputs nor gradients. (With
-    another token, the expert could overflow, and 0 times infinity is NaN.)
+    The number of blocks depends only on the sizes, not on the routing. Any dtype and width is supported. A padding row
+    is a copy of a pair of its block's expert with gate 0, so it affects neither outputs nor gradients. (With another
+    token, the expert could overflow, and 0 times infinity is NaN.)
     """
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, *args: Any) -> None:
@@ -493,18 +510,23 @@ class Blocks(_Part):
         pairs, n, device = experts_TJ.numel(), num_experts, experts_TJ.device
         self._size = size = _block_size(pairs, n)
         blocks = (pairs + n * (size - 1)) // size  # enough for the worst routing
+        # Sort pairs by expert. The sorted pairs of expert i begin at edges[i].
         sorted_P, order_P = experts_TJ.flatten().sort(stable=True)
         edges_N = torch.searchsorted(sorted_P, torch.arange(n + 1, device=device))
+        # Give each expert as many blocks as its pairs need, one expert after the other.
         blocks_N = (edges_N.diff() + size - 1) // size
         ends_N = blocks_N.cumsum(0)  # after each expert's last block
         self._first_blocks = ends_N - blocks_N
+        # Row of each pair: its place among the sorted pairs, plus the padding of the experts before its own.
         shift_N = self._first_blocks * size - edges_N[:-1]
         sorted_rows_P = torch.arange(pairs, device=device) + shift_N.index_select(0, sorted_P)
         rows_P = torch.empty_like(order_P).scatter_(0, order_P, sorted_rows_P)
         self._rows = rows_P.view(experts_TJ.shape)
+        # Expert of each block.
         self._block_range = torch.arange(blocks, device=device)
         block_experts = torch.searchsorted(ends_N, self._block_range, right=True)
-        self._block_experts = torch.minimum(block_experts, sorted_P[-1:])  # left over: more of the last expert's
+        self._block_experts = torch.minimum(block_experts, sorted_P[-1:])  # blocks left over: the last expert
+        # Token of each row. A padding row has the first token of its block's expert.
         tokens_P = order_P // self.k
         padding_P = tokens_P.index_select(0, edges_N.index_select(0, self._block_experts)).repeat_interleave(size)
         self._tokens = padding_P.scatter(0, sorted_rows_P, tokens_P)
@@ -546,8 +568,8 @@ class Blocks(_Part):
 
 def _block_size(pairs: int, num_experts: int) -> int:
     """
-    A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert. 16 in a
-    compiled graph for any number.
+    Return the rows of a block, a power of two from 8 to 128. Padding adds about an eighth for many pairs, and up to a
+    half for few pairs per expert. A compiled graph for any number of pairs gets 16.
     """
     size = 8 if statically_known(pairs < 32 * num_experts) else 16
     while size < 128 and statically_known(16 * size * num_experts <= pairs):
@@ -556,19 +578,21 @@ def _block_size(pairs: int, num_experts: int) -> int:
 
 
 def statically_known(condition: bool) -> bool:
-    """A condition on sizes; False where torch.compile would have to make a graph for each answer."""
+    """Return a condition on sizes, or False if torch.compile would have to make a graph for each answer."""
     return statically_known_true(condition) if torch.compiler.is_compiling() else condition
 
 
 class Sorted(_Part):
-    """Sorts pairs by their expert for grouped products: no padding, but only where torch has a kernel."""
+    """Sorts pairs by expert for grouped products: no padding, but only where torch has a kernel."""
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, *args: Any) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, *args)
+        # Sort pairs by expert. `_order` maps rows to pairs, `_rows` pairs to rows.
         self._experts, self._order = experts_TJ.flatten().sort(stable=True)
         positions = torch.arange(self._order.numel(), device=experts_TJ.device)
         self._rows = torch.empty_like(self._order).scatter_(0, self._order, positions).view(experts_TJ.shape)
         self._tokens = self._order // self.k
+        # Where each expert's rows end, as the kernel expects it.
         experts = torch.arange(num_experts, device=experts_TJ.device)
         self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
         self._idle: torch.Tensor | None = None
@@ -594,7 +618,7 @@ class Sorted(_Part):
 
 
 class InParts(Dispatch):
-    """Several parts of `PART_SLOTS` slots each."""
+    """Several parts of `PART_SLOTS` slots each, computed one after another."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """
-Which `Dispatch` computes a batch: all decisions that depend on sizes, on the dtype and on the device.
+Chooses the `Dispatch` that computes a batch. All decisions by sizes, dtype and device are here.
 
-`choose_method` decides once for each layer and batch:
+`choose_method` decides once per layer and batch:
 
     method         products of tokens              products of pairs (hidden part of mixing "output")
     dense          all experts' columns, masked    all experts' columns, masked
@@ -42,19 +42,22 @@ _METHODS: dict[str, Callable[..., Dispatch]] = {
 @dataclass(frozen=True)
 class Crossovers:
     """
-    Where one method becomes faster than another on a kind of device.
+    Sizes at which one method becomes faster than another on a kind of device.
 
     Args:
         columns: with at most this many columns n·r, one product of the tokens with all experts beats products by pair.
-        pair_columns: the same for products of pairs, of mixing "output".
+        pair_columns: the same for products of pairs in mixing "output".
         pairs: with at most this many pairs T·k (decoding), sorting costs more than it saves.
-        narrow_pairs: with at most this many, copies of their experts' matrices beat even narrow products with all.
-        copied_share: but in mixing "projection", where these are fewer operations, only with at most n times this.
-        grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
-            multiplies one expert after the other, and no CUDA graph can be captured.
-        narrow_grouped: whether these beat blocks of narrow experts, too.
-        tokens: of a larger batch, mixing "output" computes so many at once. The activations of all pairs, k times those
-            of the FFN, would not stay in a CPU's cache, and take most of the memory of a pass.
+        narrow_pairs: with at most this many pairs, copies of the experts' matrices beat even narrow products with all
+            experts.
+        copied_share: in mixing "projection", where products with all experts take fewer operations, copies are used
+            only with at most n times this many pairs.
+        grouped: the dtypes for which torch has a kernel for grouped products. For other dtypes, torch waits for the
+            device and multiplies one expert after the other, so no CUDA graph can be captured.
+        narrow_grouped: whether grouped products beat blocks for narrow experts, too.
+        tokens: mixing "output" splits a larger batch and computes this many tokens at once. The activations of all
+            pairs are k times the activations of the FFN. They would not stay in a CPU's cache, and take most of the
+            memory of a pass.
     """
 
     columns: int
@@ -67,10 +70,10 @@ class Crossovers:
     tokens: int = 4096
 
 
-# Measured: the CPU's (`python -m benchmarks.dispatch`), and an H100's columns, of which 512 were the most that were
-# tried (`python -m benchmarks.gpu`). There copies were fastest up to 128 pairs, as launches take the time; but in a
-# CUDA graph, as vLLM has them, bytes do. So 32, as all values of other GPUs, from a roofline of an H100
-# (`python -m benchmarks.launches --methods`).
+# Measured: all values of the CPU (`python -m benchmarks.dispatch`), and `columns` of an H100, where 512 was the largest
+# value tried (`python -m benchmarks.gpu`). On the H100, copies were fastest up to 128 pairs, because launches take the
+# time. In a CUDA graph, as in vLLM, bytes take the time. So both numbers of pairs are 32. They and all values of other
+# GPUs come from a roofline of an H100 (`python -m benchmarks.launches --methods`).
 _GPU = Crossovers(columns=512, pair_columns=256, pairs=32, narrow_pairs=32)
 DEVICES = {
     "cpu": Crossovers(
@@ -91,7 +94,7 @@ DEVICES = {
 
 @torch.compiler.assume_constant_result
 def device_kind(device: torch.device) -> str:
-    """The device's key in `DEVICES`. NVIDIA's GPUs of one major compute capability are alike."""
+    """Return the device's key in `DEVICES`. NVIDIA GPUs of one major compute capability are alike."""
     if device.type in ("cpu", "meta"):
         return "cpu"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
@@ -106,16 +109,16 @@ _pinned: Method = "auto"
 @contextmanager
 def pin_dispatch(method: Method) -> Iterator[None]:
     """
-    A context manager: inside the block, the experts are computed by one fixed method, whatever the number of tokens.
+    Compute the experts inside the `with` block by one fixed method, whatever the number of tokens.
 
     All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to compare methods.
 
     Args:
         method: `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks,
             batched products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of
-            the expert's matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's
-            input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
-            which holds outside the block: chosen by the device's crossovers.
+            the expert's matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense for products
+            with a token's input or output, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
+            the method outside the block: chosen by the device's crossovers.
 
     Example:
 
@@ -150,14 +153,14 @@ def choose_method(
     device: torch.device,
 ) -> Method:
     """
-    The fastest method for a batch.
+    Return the fastest method for a batch.
 
-    Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
-    (`Dispatch.update`), so products with all experts are as fast, as long as they are narrow, or each token has half of
-    the experts. Else blocks for many pairs, or grouped products, which need no padding.
+    For few pairs (decoding), copies of the experts are fastest. Mixing "projection" never needs the rows of single
+    pairs (`Dispatch.update`), so products with all experts are as fast, if they are narrow or each token has half of
+    the experts. Otherwise, use blocks for many pairs, or grouped products, which need no padding.
 
-    A graph of torch.compile that serves batches of several sizes has the method for many pairs: asking for their number
-    would compile it anew for each.
+    A torch.compile graph for batches of several sizes uses the method for many pairs. A check of their number would
+    compile a new graph for each.
 
     Args:
         unit: a common divisor of all widths.
@@ -187,8 +190,8 @@ def choose_method(
 
 def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
     """
-    Whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64; under
-    torch.compile, its shape function requires bfloat16.
+    Return whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64.
+    Under torch.compile, its shape function requires bfloat16.
     """
     supported = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
     return supported and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
@@ -196,17 +199,17 @@ def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
 
 class Routes(NamedTuple):
     """
-    Where a batch's tokens go, and what the experts' products need to know of it.
+    Experts and gates of a batch's tokens, and the sizes needed for the experts' products.
 
     Args:
         experts: each token's experts, int64 [T, k].
         gates: their gates, [T, k].
-        num_experts: how many experts have matrices.
+        num_experts: number of experts with matrices.
         r: their rank.
         unit: a common divisor of all widths.
         scaling: the factor of every expert's update.
-        mixes_outputs: whether the experts' complete outputs are mixed, not their updates.
-        has_base: whether tokens may go to the base as it is: to the expert after these, or to -1.
+        mixes_outputs: whether to mix the experts' complete outputs, not their updates.
+        has_base: whether tokens may go to the unchanged base: to expert `num_experts` or to -1.
     """
 
     experts: torch.Tensor
@@ -219,13 +222,13 @@ class Routes(NamedTuple):
     has_base: bool
 
     def of(self, tokens: slice) -> Routes:
-        """Those of some tokens."""
+        """Return the routes of some tokens."""
         return self._replace(experts=self.experts[tokens], gates=self.gates[tokens])
 
     def matrices(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Whose matrices each slot takes, [T, k], and whether they change the base; None: all do. A slot of the base has
-        those of some other expert.
+        Return the expert index of each slot's matrices, [T, k], and whether the slot updates the base (None: all do). A
+        slot of the base gets an arbitrary index.
         """
         if not self.has_base:
             return self.experts, None
@@ -233,15 +236,15 @@ class Routes(NamedTuple):
         return self.experts.clamp(0, self.num_experts - 1), updated_TK
 
     def method(self, dtype: torch.dtype) -> Method:
-        """That which suits the batch's size, or that `pin_dispatch` sets; dense without tokens."""
+        """Return the method set by `pin_dispatch`, or the fastest for the batch's size. Return dense for no tokens."""
         tokens, k = self.experts.shape
-        if statically_known(tokens == 0):  # what batched and grouped products do without rows depends on the device
+        if statically_known(tokens == 0):  # batched and grouped products without rows depend on the device
             return "dense"
         n, r, unit = self.num_experts, self.r, self.unit
         return choose_method(tokens, k, n, r, unit, dtype, self.mixes_outputs, self.gates.device)
 
     def dispatch(self, dtype: torch.dtype) -> Dispatch:
-        """By `method`; products are in this dtype."""
+        """Return the batch's dispatch by `method`, with products in this dtype."""
         experts_TK, updated_TK = self.matrices()
         make = _METHODS[self.method(dtype)]
         dispatch = make(experts_TK, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_TK)
@@ -250,7 +253,10 @@ class Routes(NamedTuple):
 
 
 def tokens_at_once(x_TD: torch.Tensor) -> int:
-    """How many tokens of a batch have their experts' activations at the same time, with mixing "output"."""
-    if torch.compiler.is_compiling():  # which has no loop over a number that it does not know, and fuses operations
+    """
+    Return how many tokens of a batch are computed at once in mixing "output", each with the activations of all its
+    experts.
+    """
+    if torch.compiler.is_compiling():  # it cannot loop over an unknown number of slices, and fuses operations
         return x_TD.shape[0]
     return DEVICES[device_kind(x_TD.device)].tokens

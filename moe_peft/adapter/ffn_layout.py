@@ -1,4 +1,4 @@
-"""FFN layouts: how a block of a dense model is decomposed into projections and an activation."""
+"""FFN layouts: the projections and the activation of an FFN block in a dense model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .liger import plain_forward
 @dataclass(frozen=True)
 class FFNLayout:
     """
-    Names of the parts of an FFN block whose forward is `down(act(gate(x)) * up(x))`, `down(act(up(x)))`, or, with
+    Names of the parts of an FFN block. Its forward is `down(act(gate(x)) * up(x))`, `down(act(up(x)))`, or, with
     `fused=True`, `down(act(g) * u)` where `g, u = up(x).chunk(2)`.
 
     Args:
         up: the projection d → f (d → 2f, gate first, when `fused`).
         down: the projection f → d.
-        act: the activation, a module or a function; `"F.silu"` is torch's function, for blocks that call it.
+        act: the activation, a module or a function. `"F.silu"` is torch's function, for blocks that call it.
         gate: the gate projection d → f, if it is separate.
         fused: whether `up` computes gate and up in one product.
         dropout: the dropout on the block's output, a module or a probability.
-        residual: whether the block takes a second argument, which it adds to its output after the dropout (BLOOM, MPT).
+        residual: whether the block takes a second argument and adds it to its output after the dropout (BLOOM, MPT).
 
     Example:
 
@@ -55,7 +55,7 @@ class FFNLayout:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The projections that read the block's input."""
+        """Projections of the block's input."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
     @property
@@ -64,8 +64,8 @@ class FFNLayout:
 
     def matches(self, module: nn.Module) -> bool:
         """
-        Whether `module` has every part that the layout names, and the projections' sizes agree. Where the activation is
-        torch's function, the projections must be the only parts: a part of another name might be another activation.
+        Return whether `module` has every part named by the layout, and the projections' sizes agree. If the activation
+        is torch's function, the projections must be the only parts: another part might be another activation.
         """
         parts = [*self.projections, *(part for part in (self.act, self.dropout) if part and not part.startswith("F."))]
         if not all(hasattr(module, part) for part in parts):
@@ -77,36 +77,34 @@ class FFNLayout:
         return f is None or out is None or out == (2 * f if self.fused else f)
 
     def split(self, pre: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The activation's input and, in gated FFNs, the factor of its output, from the outputs of `inputs`."""
+        """Return the activation's input and, in gated FFNs, the factor of its output, from the outputs of `inputs`."""
         if self.fused:
             gate, up = pre[0].chunk(2, dim=-1)
             return gate, up
         return pre[0], (pre[1] if len(pre) == 2 else None)
 
     def join(self, gate: torch.Tensor, up: torch.Tensor | None) -> list[torch.Tensor]:
-        """The inverse of `split`."""
+        """Return the outputs of `inputs`, the inverse of `split`."""
         if up is None:
             return [gate]
         return [torch.cat([gate, up], dim=-1)] if self.fused else [gate, up]
 
     def activation(self, ffn: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The block's activation, as a function that does not change its input."""
+        """Return the block's activation as a function that does not change its input."""
         if self.act.startswith("F."):
             return getattr(F, self.act[2:])
         act = getattr(ffn, self.act)
-        in_place = getattr(act, "__dict__", {}).get(
-            "inplace", False
-        )  # a module's `getattr` is slow where it finds none
+        in_place = getattr(act, "__dict__", {}).get("inplace", False)  # a module's `getattr` is slow for a missing name
         return (lambda x: act(x.clone())) if in_place else act
 
     def hidden(self, ffn: nn.Module, pre: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The hidden activation [..., f] from the outputs of `inputs`."""
+        """Return the hidden activation [..., f], from the outputs of `inputs`."""
         gate, up = self.split(pre)
         activated = self.activation(ffn)(gate)
         return activated if up is None else activated * up
 
     def drop(self, ffn: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        """The block's dropout on its output [..., d]."""
+        """Apply the block's dropout to its output [..., d]."""
         if self.dropout is None:
             return output
         dropout = getattr(ffn, self.dropout)
@@ -115,11 +113,11 @@ class FFNLayout:
         return F.dropout(output, p=dropout, training=ffn.training)
 
     def block(self, forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """A block, or its forward, without a residual, [..., d] to [..., d]."""
+        """Run a block, or its forward, without a residual, [..., d] to [..., d]."""
         return forward(x, torch.zeros_like(x)) if self.residual else forward(x)
 
 
-# The first layout whose parts a module has is used, so a layout comes before those that name fewer of its parts.
+# The first layout that matches a module is used, so a layout comes before layouts with fewer of its parts.
 _LAYOUTS: list[FFNLayout] = [
     FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="act_fn"),  # Llama, Qwen, Gemma, OLMo2, Granite, …
     FFNLayout(up="gate_up_proj", down="down_proj", act="activation_fn", fused=True),  # Phi-3, GLM
@@ -143,10 +141,10 @@ _LAYOUTS: list[FFNLayout] = [
 
 def register_ffn_layout(layout: FFNLayout) -> None:
     """
-    Add a layout; it is tried before the built-in ones.
+    Add a layout. It is tried before the built-in ones.
 
     Args:
-        layout: where the parts of an FFN are.
+        layout: names of the parts of an FFN.
 
     Example:
 
@@ -160,12 +158,15 @@ def register_ffn_layout(layout: FFNLayout) -> None:
 
 
 def find_layout(module: nn.Module) -> FFNLayout | None:
-    """The layout of an FFN block, or None if no registered layout names its parts."""
+    """Return the layout of an FFN block, or None if no registered layout names its parts."""
     return None if isinstance(module, GradientCheckpointingLayer) else _layout_of_parts(module)
 
 
 def layout_in_layer(module: nn.Module) -> FFNLayout | None:
-    """The layout of the FFN whose parts stand in a decoder layer itself (OPT), or None. No module is that FFN."""
+    """
+    Return the layout of an FFN without a block: its parts are children of the decoder layer `module` (OPT). Otherwise,
+    return None.
+    """
     return _layout_of_parts(module) if isinstance(module, GradientCheckpointingLayer) else None
 
 
@@ -174,7 +175,7 @@ def _layout_of_parts(module: nn.Module) -> FFNLayout | None:
 
 
 def dense_forward(layout: FFNLayout, ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The FFN computed from its parts, [..., d] to [..., d]."""
+    """Compute the FFN from its parts, [..., d] to [..., d]."""
     pre = [getattr(ffn, name)(x) for name in layout.inputs]
     return layout.drop(ffn, getattr(ffn, layout.down)(layout.hidden(ffn, pre)))
 
@@ -182,11 +183,11 @@ def dense_forward(layout: FFNLayout, ffn: nn.Module, x: torch.Tensor) -> torch.T
 @torch.no_grad()
 def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch.device, dtype: torch.dtype) -> bool:
     """
-    Whether the layout computes what the block's own forward computes, on a few random tokens, and has every dropout
-    of the block.
+    Return whether the layout computes the same as the block's own forward on a few random tokens, and names every
+    dropout of the block.
 
-    Weights that ZeRO-3 has sharded are gathered. Blocks whose weights are not available (on the meta device, or sharded
-    by FSDP2) cannot run, nor can those of Liger's classes on a CPU; they pass.
+    Weights sharded by ZeRO-3 are gathered. Blocks that cannot run pass: their weights are not available (on the meta
+    device, or sharded by FSDP2), or they are of Liger's classes, whose kernels do not run on a CPU.
     """
     dropouts = [m for m in ffn.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     if any(m is not getattr(ffn, layout.dropout or "", None) for m in dropouts):

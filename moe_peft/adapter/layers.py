@@ -1,8 +1,8 @@
 """
-The tuner layers: around an FFN block (`MoELoraFFN`) and around a single linear (`MoELoraLinear`).
+Tuner layers: around an FFN block (`MoELoraFFN`) and around a single linear (`MoELoraLinear`).
 
-They hold the adapters' parameters, route tokens and keep PEFT's contract; what experts compute is in `experts`
-(`experts.lora.by_loop` is its definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
+They hold the adapters' parameters, route tokens and follow PEFT's contract. `experts` computes the experts
+(`experts.lora.by_loop` is the definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
 
     x [T, d] ──┬── router: logits [T, n]
                │     └── gates g and experts i             [T, k]   MoELoraLayer.route; Routes.dispatch
@@ -19,8 +19,8 @@ They hold the adapters' parameters, route tokens and keep PEFT's contract; what 
         y = W_d z                                          [T, d]   base
         y += s Σ_i g_i B_i A_i a_i                         [T, d]   LoraExperts._after_down, Dispatch.expand_collect
 
-For one token without gradients, `LoraExperts._decoded` computes all that follows the router. With mixing "output", many
-tokens are computed some at a time (`tokens_at_once`), from W_g x to y.
+For one token without gradients, `LoraExperts._decoded` computes everything after the router. With mixing "output", a
+large batch is computed in slices of `tokens_at_once` tokens, from W_g x to y.
 
 Legend: T tokens, n experts, k active experts, P = T·k pairs of token and expert, r rank, d hidden size, f the FFN's
 intermediate size, s the updates' scaling.
@@ -56,7 +56,7 @@ MERGE_REFUSAL = (
 
 
 class MoELoraLayer(BaseTunerLayer):
-    """State and routing, which FFN and linear layers share."""
+    """Base class of the tuner layers for FFNs and linears: their state and routing."""
 
     adapter_layer_names = (
         "moe_lora_A", "moe_lora_B", "moe_lora_shared_A", "moe_lora_shared_B", "moe_lora_router", "moe_lora_dropout",
@@ -98,13 +98,13 @@ class MoELoraLayer(BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def put_router(self, adapter_name: str) -> None:
-        """Give the adapter a new router according to its spec."""
+        """Create a new router for the adapter, according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
         router = make_router(self.in_features, spec.num_experts, spec.router)
         self.moe_lora_router[adapter_name] = router.train(self.training)
 
     def copy_buffers(self, adapter_name: str, other_name: str) -> None:
-        """Give the router of another adapter with the same spec what is not a parameter of this adapter's."""
+        """Copy the buffers of this adapter's router to the router of another adapter with the same spec."""
         if adapter_name in self.moe_lora_router:
             buffers = dict(self.router(other_name).named_buffers())
             for key, buffer in self.router(adapter_name).named_buffers():
@@ -112,7 +112,7 @@ class MoELoraLayer(BaseTunerLayer):
                     buffers[key].copy_(buffer)
 
     def router(self, adapter_name: str) -> Router:
-        """The adapter's router, which exists only if it has more than one expert."""
+        """Return the adapter's router. It exists only if the adapter has more than one expert."""
         return cast(Router, self.moe_lora_router[adapter_name])
 
     def reset_parameters(self, adapter_name: str) -> None:
@@ -124,27 +124,27 @@ class MoELoraLayer(BaseTunerLayer):
 
     def expert_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
         """
-        The adapter's A and B by projection ("weight" in a single linear), with the shapes that its kind of experts
-        gives them.
+        Return the adapter's A and B by projection ("weight" in a single linear). Their shapes depend on the kind of
+        experts.
         """
         A, B = self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name]
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
     def shared_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
-        """The same for the experts that serve every token, [1, m·r, …] each; only if there are any."""
+        """Return A and B of the m shared experts by projection, [1, m·r, …] each. They exist only if m > 0."""
         A, B = self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name]
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
     def projection(self, name: str) -> nn.Module:
-        """A linear of the base."""
+        """Return a linear of the base by name."""
         raise NotImplementedError
 
     def running_adapters(self, x: torch.Tensor) -> list[str]:
-        """The active adapters that this layer has, if it is not disabled."""
+        """Return the active adapters of this layer, or none if the layer is disabled."""
         running = [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
         for adapter in running:
             A = cast(nn.ParameterDict, self.moe_lora_A[adapter])
-            if A[next(iter(A))].is_meta and not x.is_meta:  # products without values give arbitrary numbers
+            if A[next(iter(A))].is_meta and not x.is_meta:  # products with meta tensors give arbitrary numbers
                 raise InputError(
                     f"MoE-LoRA: adapter {adapter!r}: its experts are offloaded, and nothing brings them back; load the "
                     "adapter with a device_map of GPUs only"
@@ -153,12 +153,12 @@ class MoELoraLayer(BaseTunerLayer):
 
     def route(self, adapter_name: str, x_TD: torch.Tensor, mixes_outputs: bool = False) -> Routes | None:
         """
-        Route hidden states. Returns each token's experts and gates, or None if the adapter has a single expert, which
-        every token gets.
+        Route hidden states. Returns each token's experts and gates, or None if the adapter has a single expert, used by
+        every token.
 
         Args:
-            mixes_outputs: whether the experts' complete outputs are mixed. Where somebody gives the factors of their
-                updates, these add up as those of LoRAs do.
+            mixes_outputs: whether the experts' complete outputs are mixed. Ignored under `weigh_experts`, where updates
+                are summed as in LoRA.
         """
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1:
@@ -172,30 +172,33 @@ class MoELoraLayer(BaseTunerLayer):
         else:
             gates_TK, experts_TK = steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
             has_base, mixes_outputs = has_base or steering.has_base, mixes_outputs and steering.weights is None
-            # Where no expert serves a token, its slot counts for none.
+            # Expert -1 is the base: record it with gate 0.
             record_choice(experts_TK.clamp(min=0), gates_TK * (experts_TK >= 0) if steering.has_base else gates_TK)
         return Routes(
             experts_TK, gates_TK, spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs, has_base
         )
 
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""
+        """Return one input for each of `count` projections. With dropout, each has its own mask, as in LoRA."""
         if not self.dropout_rate(adapter_name):
             return [x_TM] * count
         return [self.moe_lora_dropout[adapter_name](x_TM) for _ in range(count)]
 
     def dropout_rate(self, adapter_name: str) -> float:
-        """Of the module, not the config: trainers that compare two passes set it to 0 there."""
+        """
+        Return the dropout rate of the module, not of the config: trainers set the module's rate to 0 to compare two
+        passes.
+        """
         dropout = self.moe_lora_dropout[adapter_name]
         return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
 
-    # --- what PEFT needs of a layer ----------------------------------------------------------------------------------
+    # --- PEFT's interface of a layer ---------------------------------------------------------------------------------
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
         return super()._get_base_layer_device_and_dtype(self._base_linear())
 
     def _base_linear(self) -> nn.Module:
-        """The first of the base's linears."""
+        """Return the first of the base's linears."""
         return without_adapters(self.projection(next(iter(self._projections))))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -210,25 +213,25 @@ def _refuse_merge(*args: Any) -> None:
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """The base's module inside tuner layers."""
+    """Return the base's module inside tuner layers."""
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
-    """In and out features of any linear that PEFT knows, including quantized and already adapted ones."""
+    """Return the in and out features of any linear known to PEFT, including quantized and already adapted ones."""
     return _get_in_out_features(without_adapters(module))
 
 
 def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
-    `y_TM` in another's shape, for a layer's output. To autograd it is not a view: FSDP2 has hooks on what a module
-    returns, and torch drops those of a view that is changed in place.
+    Return `y_TM` in the shape of `like`, for a layer's output. To autograd it is not a view: FSDP2 puts hooks on a
+    module's output, and torch drops the hooks of a view changed in place.
     """
     return _unsafe_view(y_TM, like.shape) if torch.is_grad_enabled() else y_TM.view_as(like)
 
 
 class MoELoraLinear(nn.Module, MoELoraLayer):
-    """One linear layer with experts: `W x + s Σ_i g_i B_i A_i x`; with one expert, an ordinary LoRA."""
+    """One linear layer with experts: `W x + s Σ_i g_i B_i A_i x`. With one expert, it is an ordinary LoRA."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str) -> None:
         super().__init__()
@@ -259,7 +262,7 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
 
 class MoELoraFFN(nn.Module, MoELoraLayer):
     """
-    An FFN block with experts. Updates of several active adapters add up, as LoRAs' do; base projections run once per
+    An FFN block with experts. Updates of several active adapters add up, as in LoRA. Base projections run once per
     token, whatever top_k, the mixing and the number of adapters.
     """
 
@@ -271,12 +274,12 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         self._init_state(base_layer, projections, adapter_name)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The block's output for x [..., d]; layouts with `residual` add that, of the same shape."""
+        """Return the block's output for x [..., d], plus `residual` [..., d] in layouts with a residual."""
         adapters = self.running_adapters(x)
         if not adapters:
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)
         x_TD, y_TD, specs = x.reshape(-1, x.shape[-1]), None, self.moe_lora_spec
-        # Experts inside the FFN first, then those behind it.
+        # First the experts inside the FFN, then the experts after it.
         for needs_ffn in (False, True):
             if kind := [adapter for adapter in adapters if specs[adapter].needs_ffn == needs_ffn]:
                 y_TD = specs[kind[0]].ffn_output(self, kind, x_TD, y_TD)
@@ -286,19 +289,19 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The down projection's weight (some models read their dtype from it)."""
+        """Weight of the down projection (some models read their dtype from it)."""
         return cast(torch.Tensor, self.projection(self.layout.down).weight)
 
     def projection(self, name: str) -> nn.Module:
         return getattr(self.base_layer, name)
 
     def input_projections(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs [T, f'] of the base's projections that read the block's input."""
+        """Return the outputs [T, f'] of the base's projections of the block's input."""
         block = self.base_layer
         return [getattr(block, name)(x_TD) for name in self.layout.inputs]
 
     def base_output(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The output [T, d] without adapters."""
+        """Return the output [T, d] without adapters."""
         return self.layout.block(self.base_layer, x_TD)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,8 @@
 """
-Liger kernels on an adapted model: its norm, rope and loss kernels stay, its FFN kernel gives way to `MoELoraFFN`.
+Liger kernels on an adapted model: the norm, rope and loss kernels stay, `MoELoraFFN` replaces the FFN kernel.
 
-Liger patches models in three ways: it replaces classes before a model is built, and binds other forwards to the modules
-of a model that exists, before or after an adapter is added to it (`Trainer` does, with `use_liger_kernel=True`).
+Liger patches models in three ways. It replaces classes before a model is built. Or it binds other forwards to the
+modules of an existing model, before or after an adapter is added (`Trainer` does, with `use_liger_kernel=True`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..utils.lazy_imports import when_imported
 
 _BINDERS = "liger_kernel.transformers.monkey_patch"
 
-# Liger's FFN classes keep no activation, because their kernels have it: the name that an `FFNLayout` looks for, and the
+# Liger's FFN classes have no activation, because their kernels compute it: the name expected by an `FFNLayout`, and the
 # function.
 _BLOCKS = {
     "LigerSwiGLUMLP": ("act_fn", "silu"),
@@ -33,7 +33,7 @@ _BLOCKS = {
 
 
 def name_activations(model: nn.Module) -> None:
-    """Give the FFN blocks of Liger's classes their activation as a module, so that a layout describes them."""
+    """Add the activation as a module to the FFN blocks of Liger's classes, so a layout describes them."""
     for module in model.modules():
         if _is_ligers(type(module)) and type(module).__name__ in _BLOCKS:
             name, activation = _BLOCKS[type(module).__name__]
@@ -41,7 +41,9 @@ def name_activations(model: nn.Module) -> None:
 
 
 def plain_forward(ffn: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The forward of a block without Liger's kernels, which do not run on a CPU; None if its class is Liger's."""
+    """
+    Return the forward of a block without Liger's kernels, which do not run on a CPU, or None if its class is Liger's.
+    """
     if _is_ligers(type(ffn)):
         return None
     return type(ffn).forward.__get__(ffn) if _is_ligers(ffn.__dict__.get("forward")) else ffn
@@ -52,7 +54,7 @@ def _is_ligers(thing: Any) -> bool:
 
 
 def spare_layers(binders: Any) -> None:
-    """Keep Liger from binding its FFN's forward to a tuner layer."""
+    """Keep Liger from binding its FFN forward to a tuner layer."""
     bind = private(_BINDERS, "_bind_method_to_module")
 
     def bind_elsewhere(module: nn.Module, method_name: str, new_method: Any) -> None:

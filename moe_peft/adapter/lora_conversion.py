@@ -35,7 +35,7 @@ Attention: TypeAlias = Literal["route", "mean"]
 logger = logging.getLogger("moe_peft")
 _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 _PREFIX = "base_model.model."
-# What a LoRA may have and an expert cannot: field → the value that means none of it, besides None and empty ones; why.
+# Features of a LoRA that an expert cannot have: field → (value without the feature, besides None and empty ones; why).
 _REFUSED: dict[str, tuple[Any, str]] = {
     "use_dora": (False, "DoRA rescales the whole weight; train a LoRA without it"),
     "bias": ("none", "biases of the base were trained; train a LoRA without them"),
@@ -53,24 +53,24 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "monteclora_config": (None, "it has weights besides A and B; train an ordinary LoRA"),
     "arrow_config": (None, "it routes between LoRAs itself; give these"),
 }
-# Initial values by name that leave the base's weights as they are.
+# Values of `init_lora_weights` that do not change the base's weights.
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
 
 def lora_rank(config: LoraConfig, module: str) -> int:
-    """r of one module of a plain LoRA, with `rank_pattern` applied."""
+    """Return r of one module of a plain LoRA, with `rank_pattern` applied."""
     return by_pattern(config.rank_pattern, module, config.r)
 
 
 def lora_scaling(config: LoraConfig, module: str) -> float:
-    """The factor of one module's update B A in a plain LoRA, with `rank_pattern` and `alpha_pattern` applied."""
+    """Return the factor of one module's update B A in a plain LoRA, with `rank_pattern` and `alpha_pattern` applied."""
     alpha = by_pattern(config.alpha_pattern, module, config.lora_alpha)
     r = lora_rank(config, module)
     return alpha / (r**0.5 if config.use_rslora else r)
 
 
 def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
-    """`lora_scaling` by the names that the A matrices have in a saved adapter."""
+    """Return `lora_scaling` by the names of the A matrices in a saved adapter."""
     modules = {name: name.removeprefix(_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}
     return {name: lora_scaling(config, module) for name, module in modules.items()}
 
@@ -78,8 +78,8 @@ def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
 @dataclass(frozen=True)
 class PlainLora:
     """
-    One LoRA adapter: A [r, in], B [out, r] of each linear module, trained rows of embeddings by token [D], and complete
-    tensors of the base, by their names there.
+    A plain LoRA adapter: A [r, in] and B [out, r] of each linear module, trained rows [D] of embeddings by module and
+    token, and complete tensors of the base, by their names in the base.
     """
 
     name: str
@@ -100,26 +100,26 @@ def lora_to_moe(
     **settings: Any,
 ) -> PeftModel:
     """
-    Build a MoE adapter whose experts are the given plain LoRA adapters.
+    Build a MoE adapter with the given plain LoRA adapters as experts.
 
-    FFN projections become FFN experts. Other linears, such as those of attention, get experts and a router of their
-    own, or with `attention="mean"` one ordinary LoRA of rank n·r, the exact mean of the updates, which `export_adapter`
-    merges into the base. A head has that one in any case. Smaller ranks are padded with zeros. Where scalings differ,
-    the difference is folded into B, which an optimizer like Adam then moves as far as any other; where they agree, A
-    and B are kept bit for bit. A module that an adapter lacks gets a zero update in its expert. Routers are random;
-    `moe_peft.init_gates` sets them without training.
+    FFN projections become FFN experts. Other linears, such as attention projections, get experts and a router of their
+    own. With `attention="mean"`, they get one ordinary LoRA of rank n·r, the exact mean of the updates, and
+    `export_adapter` merges it into the base. A head always gets such a mean. Smaller ranks are padded with zeros. If
+    scalings differ, the difference is folded into B, and an optimizer like Adam then moves B as far as any other. If
+    scalings agree, A and B are kept bit for bit. A module missing in an adapter gets a zero update in its expert.
+    Routers are random; `moe_peft.init_gates` sets them without training.
 
-    Rows of embeddings that adapters trained (`trainable_token_indices`) are shared by all experts: each token has the
-    row of the adapter that trained it, and where several did and differ, their mean, with a warning. What adapters
-    trained in full (`modules_to_save`: norms, embeddings, a head) must be the same in all, and is shared too.
+    All experts share the rows of embeddings trained by adapters (`trainable_token_indices`). Each token gets the row of
+    the adapter that trained it. If several adapters trained it and differ, it gets their mean, with a warning. Modules
+    trained in full (`modules_to_save`: norms, embeddings, a head) must be the same in all adapters, and are shared too.
 
     Args:
         model: the base model, without adapters.
-        adapters: folders of saved LoRA adapters, models holding one (its active adapter is taken), or what
-            `expert_to_lora` returns.
+        adapters: folders of saved LoRA adapters, models with a LoRA adapter (the active one is taken), or return values
+            of `expert_to_lora`.
         adapter_name: the new adapter's name.
-        attention: what becomes of the updates of linears outside FFNs: `"route"` or `"mean"`.
-        always: a LoRA adapter that serves every token, under the routed ones: the mixture's shared expert.
+        attention: how to convert the updates of linears outside FFNs: `"route"` or `"mean"`.
+        always: a LoRA adapter for every token, in addition to the routed experts: the mixture's shared expert.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
     Returns:
@@ -127,7 +127,7 @@ def lora_to_moe(
 
     Raises:
         ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter;
-            `settings` has a field that the adapters determine; or, with `attention="mean"`, none updates an FFN.
+            `settings` has a field determined by the adapters; or, with `attention="mean"`, no adapter updates an FFN.
 
     Example:
 
@@ -157,15 +157,19 @@ def lora_to_moe(
             "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
         )
     if has_routed_experts(model):
-        settings.setdefault("router_aux_loss_coef", 0.0)  # it adds the loss of its own routers alone
+        settings.setdefault("router_aux_loss_coef", 0.0)  # it adds only the loss of its own routers
+
+    # Read the adapters. The shared expert is the last one.
     loras, targets = read_loras(model, adapters if always is None else [*adapters, always])
     shared = None if always is None else loras.pop()
-    # The model's task: adapters may name another, which nothing of a LoRA depends on.
+    # Take the model's task. Adapters may name another, but no weight of a LoRA depends on it.
     is_causal = type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
     settings.setdefault("task_type", "CAUSAL_LM" if is_causal else loras[0].config.task_type)
     settings.setdefault("revision", loras[0].config.revision)
     n = len(loras) + bool(settings.get("base_expert"))
     settings.setdefault("top_k", min(2, n))
+
+    # Fields of the config determined by the adapters, and weights trained in full, which all experts share.
     everyone = loras if shared is None else [*loras, shared]
     determined, saved = _determined(loras, targets), _saved(everyone, model)
     if saved:
@@ -177,6 +181,8 @@ def lora_to_moe(
         modules = {key.rpartition(".")[0] for key in saved}
         settings["modules_to_save"] = sorted(modules.union(settings.get("modules_to_save") or ()))
         settings["ensure_weight_tying"] = loras[0].config.ensure_weight_tying
+
+    # Linears with one LoRA, the mean of all: heads and, with attention="mean", all linears outside FFNs.
     averaged = behind_backbone(model, targets)
     if attention == "mean":
         averaged |= outside_ffns(model, targets)
@@ -185,6 +191,8 @@ def lora_to_moe(
             f"lora_to_moe: attention={attention!r}: adapters update {min(averaged)} and the like alone, which get one "
             "LoRA, so there is nothing to route; merge them with PEFT's add_weighted_adapter"
         )
+
+    # Number of shared experts: the shared LoRA's largest rank in units of r, rounded up.
     if shared is not None:
         if mixed := sorted(averaged & shared.A.keys()):
             raise InputError(
@@ -196,10 +204,14 @@ def lora_to_moe(
         names = sorted(short_names(averaged, [name for name, _ in model.named_modules()]))
         determined["mean_loras"], determined["num_experts_pattern"] = True, dict.fromkeys(names, 1)
         determined["rank_pattern"] = dict.fromkeys(names, len(loras) * determined["r"])
+
+    # Create the MoE adapter and fill in the experts.
     config = MoELoraConfig(num_experts=n, **determined, **settings)
     matrices = _stacked(loras, targets, config.expert_spec(""), averaged, shared)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _fill_experts(peft_model, adapter_name, targets, matrices, shared)
+
+    # Copy the weights trained in full and the trained rows of embeddings.
     inner = peft_model.get_base_model()
     for key, tensor in saved.items():
         module, _, name = key.rpartition(".")
@@ -214,7 +226,10 @@ def _fill_experts(
     model: PeftModel, adapter_name: str, targets: dict[str, tuple[str, str]],
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], shared: PlainLora | None,
 ) -> None:  # fmt: skip
-    """Give routed experts the stacked matrices of each linear, the shared one its LoRA, and zeros to all the rest."""
+    """
+    Copy the stacked matrices into the routed experts and the shared LoRA into the shared expert. Set the rest to zero.
+    """
+    # Set everything to zero.
     layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
         has_shared = layer.moe_lora_spec[adapter_name].num_shared_experts
@@ -222,10 +237,12 @@ def _fill_experts(
         for of_layer in (*layer.expert_parameters(adapter_name), *shared_parameters):
             for parameter in of_layer.values():
                 parameter.data.zero_()
+    # The routed experts.
     for module, stacked in matrices.items():
         owner, projection = targets[module]
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
+    # The shared expert. A difference in scaling is folded into B. Its first rows are filled, the others stay zero.
     if shared is None:
         return
     for module, A in shared.A.items():
@@ -237,7 +254,7 @@ def _fill_experts(
 
 
 def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLinear]:
-    """The linears with one LoRA that is the mean of the experts', as `attention="mean"` makes them, by their paths."""
+    """Return the linears with one LoRA, the mean of the experts' LoRAs (`attention="mean"`), by their paths."""
     if not model.peft_config[adapter_name].mean_loras:
         return {}
     layers = ((p, m) for p, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLinear))
@@ -249,7 +266,7 @@ def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLi
 
 
 def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:
-    """A model's linears that belong to no FFN of a known layout."""
+    """Return the linears among `modules` outside any FFN of a known layout."""
 
     def is_outside(name: str) -> bool:
         owner, _, projection = name.rpartition(".")
@@ -262,8 +279,8 @@ def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:
 
 def determined_fields(model: nn.Module, adapters: Sequence[Adapter]) -> dict[str, Any]:
     """
-    The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`. The base may be on the meta
-    device.
+    Return the config fields that `lora_to_moe` takes from the adapters, without `num_experts`. The base may be on the
+    meta device.
     """
     return _determined(*read_loras(model, adapters))
 
@@ -281,12 +298,12 @@ def _determined(loras: Sequence[PlainLora], targets: dict[str, tuple[str, str]])
 
 
 def _scaling(loras: Sequence[PlainLora]) -> float:
-    """The scaling of all experts: the first module's of the first adapter."""
+    """Return the scaling of all experts: the scaling of the first module of the first adapter."""
     return lora_scaling(loras[0].config, next(iter(loras[0].A)))
 
 
 def _token_rows(loras: Sequence[PlainLora]) -> dict[str, dict[int, list[torch.Tensor]]]:
-    """By module and token: the rows [D] that adapters trained for it."""
+    """Return the rows [D] trained by adapters, by module and token."""
     found: dict[str, dict[int, list[torch.Tensor]]] = {}
     for lora in loras:
         for module, rows in lora.tokens.items():
@@ -296,7 +313,9 @@ def _token_rows(loras: Sequence[PlainLora]) -> dict[str, dict[int, list[torch.Te
 
 
 def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-    """A row for each token [T, D]: that of all adapters that trained it, or the mean of theirs."""
+    """
+    Return one row per token, [T, D]: the row common to all adapters that trained the token, or the mean of their rows.
+    """
     differing = [token for token, of_token in rows.items() if any(not of_token[0].equal(row) for row in of_token)]
     if differing:
         logger.warning(
@@ -311,12 +330,14 @@ def _shared_rows(module: str, rows: dict[int, list[torch.Tensor]]) -> torch.Tens
 
 
 def _saved(loras: Sequence[PlainLora], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The complete tensors that are not the base's, and the same in all adapters."""
+    """Return the tensors trained in full and different from the base. Raise if adapters do not agree on them."""
     base, found = dict(model.named_parameters(remove_duplicate=False)), {}
     for key in dict.fromkeys(key for lora in loras for key in lora.saved):
+        # Each adapter's tensor, or the base's if the adapter has none. Skip a tensor that nobody changed.
         of_each = [lora.saved.get(key, base[key].detach()).to(base[key].dtype).cpu() for lora in loras]
         if all(tensor.equal(base[key].detach().cpu()) for tensor in of_each):
             continue
+        # All adapters must have the same tensor. None may have a LoRA on its module, trained on the base's tensor.
         others = [
             lora.name
             for lora, tensor in zip(loras, of_each, strict=True)
@@ -341,12 +362,13 @@ def _stacked(
     shared: PlainLora | None,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """
-    The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
-    and a module that an adapter lacks is zero in its expert. Of `averaged` modules, one LoRA that is the sum of all.
-    `shared` may have modules that no expert has.
+    Return the experts' A and B of each module. Smaller ranks are padded with zeros, and a difference in scaling is
+    folded into B. A module missing in an adapter is zero in its expert. A module of `averaged` gets one LoRA, the sum
+    of all. A module only in `shared` gets zeros.
     """
     scaling, stacked = _scaling(loras), {}
     for module in targets:
+        # Any adapter with a LoRA on the module gives the sizes of zeros for the others.
         first = next(lora for lora in (*loras, shared) if lora is not None and module in lora.A)
         A: list[torch.Tensor] = []
         B: list[torch.Tensor] = []
@@ -355,9 +377,11 @@ def _stacked(
                 A.append(first.A[module].new_zeros(experts.rank, first.A[module].shape[1]))
                 B.append(first.B[module].new_zeros(first.B[module].shape[0], experts.rank))
                 continue
+            # Pad to the experts' rank, and fold a difference in scaling into B.
             missing, factor = experts.rank - len(lora.A[module]), lora_scaling(lora.config, module) / scaling
             A.append(pad(lora.A[module], (0, 0, 0, missing)))
             B.append(pad(lora.B[module] if factor == 1 else lora.B[module].float() * factor, (0, missing)))
+        # One LoRA with the concatenated ranks: the sum of the updates. Its scaling, alpha / (n r), makes it the mean.
         if module in averaged:
             A, B = [torch.cat(A)], [torch.cat(B, dim=1)]
         try:
@@ -377,15 +401,16 @@ def expert_to_lora(
     """
     Extract one expert of a MoE adapter as a plain LoRA adapter.
 
-    Modules with a single expert, which is always active, the shared experts, the modules of `modules_to_save` and the
-    rows of `trainable_token_indices` are part of every expert's LoRA.
+    Every expert's LoRA includes what all experts share: modules with a single, always active expert, the shared
+    experts, the modules of `modules_to_save` and the rows of `trainable_token_indices`.
 
     Args:
         model: the model with the MoE adapter.
         expert: its index, from 0, or its name.
-        save_directory: a folder to write, which `PeftModel.from_pretrained` can load; it must not exist yet.
+        save_directory: a folder to write, for `PeftModel.from_pretrained`; it must not exist yet.
         adapter_name: the MoE adapter; the active one if None.
-        tokenizer: to write to the folder: the MoE adapter's, whose chat template and tokens may not be the base's.
+        tokenizer: the MoE adapter's tokenizer, to write to the folder: its chat template and tokens may differ from the
+            base's.
 
     Returns:
         The LoRA's config and its state dict, with PEFT's key names.
@@ -437,11 +462,11 @@ def lora_of_expert(
     model: PeftModel, expert: int | None, adapter_name: str, shared: bool = True
 ) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """
-    An expert as a LoRA, as `expert_to_lora` returns it.
+    Return an expert as a LoRA, in the form of `expert_to_lora`.
 
     Args:
-        expert: its index; None: the shared experts alone, without trained tokens and the modules of `modules_to_save`.
-        shared: whether the shared experts are part of it.
+        expert: its index; None: only the shared experts, without trained tokens and the modules of `modules_to_save`.
+        shared: whether to include the shared experts.
 
     Raises:
         ValueError: the experts are bottlenecks, or some module has no such expert.
@@ -472,7 +497,7 @@ def lora_of_expert(
 
 
 def _lora_size(source: Experts, routed: bool, shared: bool) -> tuple[int, float]:
-    """Rank and alpha of a LoRA of one routed expert, the shared experts, or both, with an expert's scaling."""
+    """Return rank and alpha of a LoRA of one routed expert, the shared experts, or both, with an expert's scaling."""
     parts = routed + shared * source.num_shared_experts
     return source.r * parts, source.lora_alpha * (parts**0.5 if source.use_rslora else parts)
 
@@ -480,11 +505,15 @@ def _lora_size(source: Experts, routed: bool, shared: bool) -> tuple[int, float]
 def _matrices_of(
     model: PeftModel, expert: int | None, adapter_name: str, shared: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
-    """The A and B of `lora_of_expert` and what all experts share, under PEFT's names, and by module rank and alpha."""
+    """
+    Return the tensors of `lora_of_expert` under PEFT's names, A and B and everything shared, and rank and alpha by
+    module.
+    """
     state: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for owner, layer in model.get_base_model().named_modules():
+        # Shared by all experts: modules trained in full and trained rows of embeddings. A tied head has the same rows.
         if expert is not None and isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
             module = layer.modules_to_save[adapter_name].state_dict()
             state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in module.items()}
@@ -496,6 +525,8 @@ def _matrices_of(
         spec = layer.moe_lora_spec[adapter_name]
         if expert is not None and not 0 <= expert < spec.num_updates and spec.num_experts > 1:
             raise InputError(f"expert_to_lora: expert={expert}: {owner} has LoRAs 0 to {spec.num_updates - 1}")
+
+        # A and B of each projection: the routed expert's, the shared experts', or both, concatenated along the rank.
         has_shared = shared and spec.num_shared_experts > 0
         A_all, B_all = layer.expert_parameters(adapter_name)
         for projection in A_all:
@@ -518,7 +549,10 @@ def _matrices_of(
 
 
 def read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[PlainLora], dict[str, tuple[str, str]]]:
-    """Return adapters that fit the base model, and the target of each of their modules: MoE layer and projection."""
+    """
+    Read adapters and check them with the base model. Return them, and the target of each module: MoE layer and
+    projection.
+    """
     loras = [_read_lora(adapter, i, model) for i, adapter in enumerate(adapters)]
     for lora in loras:
         _check_fits(lora, model)
@@ -526,7 +560,7 @@ def read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[Plai
 
 
 def _read_lora(source: Adapter, index: int, model: nn.Module) -> PlainLora:
-    """Read a LoRA adapter and check that it is a plain one."""
+    """Read a LoRA adapter. Raise if it is not a plain LoRA or not complete."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
         active = source.active_adapters[0]
@@ -540,6 +574,8 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> PlainLora:
         )
     _check_plain(config, f"lora_to_moe: {name}")
     state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
+
+    # Sort the tensors: A and B by module, rows by module and token, and complete tensors of the base by name.
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
     tokens: dict[str, dict[int, torch.Tensor]] = {}
@@ -557,6 +593,8 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> PlainLora:
         if not kind:
             _check_saved(name, module, tensor, model)
         {"A.weight": A, "B.weight": B, "": saved}[kind][module] = tensor
+
+    # Ignore LoRAs on modules outside `target_modules`, like PEFT.
     ignored = _untargeted(config, [*A, *B], model)
     if ignored:
         logger.warning(
@@ -564,6 +602,8 @@ def _read_lora(source: Adapter, index: int, model: nn.Module) -> PlainLora:
             name, config.target_modules, ", ".join(sorted(ignored)),
         )  # fmt: skip
     A, B = ({module: tensor for module, tensor in of.items() if module not in ignored} for of in (A, B))
+
+    # Each A needs its B, weights named by the config must be there, and ranks must be the config's.
     lora = PlainLora(name, config, A, B, tokens, saved)
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
@@ -593,11 +633,11 @@ def _check_plain(config: LoraConfig, source: str) -> None:
 
 def check_only_linears(config: LoraConfig, names: Iterable[str], source: str) -> None:
     """
-    Raise an `InputError` if a LoRA adapter is more than A and B of linears, which are all that is merged of it.
+    Raise an `InputError` if a LoRA adapter is more than A and B of linears. Only these are merged.
 
     Args:
-        names: of its tensors.
-        source: of the adapter, for messages.
+        names: names of its tensors.
+        source: name of the adapter, for messages.
     """
     _check_plain(config, source)
     for name in names:
@@ -606,7 +646,7 @@ def check_only_linears(config: LoraConfig, names: Iterable[str], source: str) ->
 
 
 def _untargeted(config: LoraConfig, modules: Sequence[str], model: nn.Module) -> set[str]:
-    """The modules that PEFT would give no LoRA, such as a head with "all-linear"."""
+    """Return the modules without a LoRA in PEFT under this config, such as a head with "all-linear"."""
     if config.target_modules is None:
         return set()
     config = copy.copy(config)
@@ -617,7 +657,10 @@ def _untargeted(config: LoraConfig, modules: Sequence[str], model: nn.Module) ->
 def _rows_by_token(
     name: str, config: LoraConfig, module: str, rows: torch.Tensor, model: nn.Module
 ) -> dict[int, torch.Tensor]:
-    """The rows of embeddings or a head that an adapter trained [T, D], by token; none of a tied head."""
+    """
+    Return the trained rows [D] of embeddings or a head, by token, from the adapter's `rows` [T, D]. A tied head has
+    none.
+    """
     ids = trained_tokens(config, module)
     weight = dict(model.named_parameters(remove_duplicate=False)).get(f"{module}.weight")
     if weight is None or not isinstance(ids, list) or rows.shape != (len(ids), shape_of(weight)[-1]):
@@ -632,12 +675,15 @@ def _rows_by_token(
                 f"lora_to_moe: {name}: {module} has rows of its own, but the base ties it to {embeddings}; train both "
                 "for the same tokens"
             )
-        return {}  # a copy of the embeddings'
+        return {}  # a copy of the embeddings' rows
     return dict(zip(ids, rows, strict=True))
 
 
 def _check_saved(name: str, key: str, tensor: torch.Tensor, model: nn.Module) -> None:
-    """What was trained in full, and embeddings and heads, which PEFT saves if tokens were added, must fit the base."""
+    """
+    Raise if a complete tensor does not fit the base: trained in full, or of embeddings or a head saved after tokens
+    were added.
+    """
     base = dict(model.named_parameters(remove_duplicate=False)).get(key)
     if base is None:
         raise InputError(f"lora_to_moe: {name}: {key}: the base model has no such weight; is it the adapter's base?")
@@ -666,7 +712,7 @@ def _check_fits(lora: PlainLora, model: nn.Module) -> None:
 
 
 def _target(model: nn.Module, module: str) -> tuple[str, str]:
-    """The MoE layer that receives the LoRA of a linear module, and the projection's name in it."""
+    """Return the MoE layer for the LoRA of a linear module, and the projection's name in the layer."""
     owner, _, projection = module.rpartition(".")
     layout = find_layout(model.get_submodule(owner))
     if layout is not None and projection in layout.projections:

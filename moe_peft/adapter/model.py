@@ -1,4 +1,4 @@
-"""`MoELoraModel`: the tuner that puts MoE-LoRA layers into a model."""
+"""`MoELoraModel`, the tuner that puts MoE-LoRA layers into a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ require(
 _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 
 
-_OF_PEFT = {"classifier", "score", "qa_outputs"}  # which PEFT adds to modules_to_save by itself
+_OF_PEFT = {"classifier", "score", "qa_outputs"}  # added to modules_to_save by PEFT itself
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
@@ -91,7 +91,7 @@ class MoELoraModel(BaseTuner):
                 "MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first (merge_and_unload), "
                 "or use add_adapter for a second adapter of this type"
             )
-        # transformers opens the folder of a LoRA as its base with the LoRA in it; saved, this adapter names the base.
+        # transformers opens a LoRA's folder as its base with the LoRA in it. This adapter, saved, names only the base.
         kinds = (MoELoraLayer, TrainableTokensLayer)
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer) and not isinstance(layer, kinds):
@@ -106,7 +106,7 @@ class MoELoraModel(BaseTuner):
     # --- checks before anything is changed --------------------------------------------------------------------------
 
     def _prepare_adapter_config(self, peft_config: MoELoraConfig, model_config: dict) -> MoELoraConfig:
-        return peft_config  # `target_modules=None` is resolved by `_prepare_model`, which has the model
+        return peft_config  # `_prepare_model` has the model and resolves `target_modules=None`
 
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
         is_moe = has_routed_experts(model)
@@ -117,10 +117,10 @@ class MoELoraModel(BaseTuner):
             )
         liger.name_activations(model)
 
-        # The targets, as PEFT will find them.
+        # Find the targets as PEFT will find them.
         if peft_config.target_modules is None:
             ffns = find_ffns(model)
-            # PEFT checks the layer of what it matches by an ending, and takes full names as they are.
+            # PEFT checks the layer of a module matched by an ending, but not of a module matched by its full name.
             by_ending = copy.copy(peft_config)
             by_ending.target_modules = name_endings(ffns)
             peft_config.target_modules = {name for name in ffns if self._check_target_module_exists(by_ending, name)}
@@ -132,7 +132,7 @@ class MoELoraModel(BaseTuner):
         }
         _refuse_placement(model, targets)
 
-        # Each by itself. A linear inside another target would have experts twice.
+        # Check each target. A linear inside another target would have experts twice.
         names = list(targets)
         for name, module in targets.items():
             outer = next((n for n in names if name.startswith(f"{n}.")), None)
@@ -152,7 +152,7 @@ class MoELoraModel(BaseTuner):
                     "in it; adapt it with a plain LoraConfig"
                 )
 
-        # All together: settings that would change nothing.
+        # Check all targets together: refuse settings without an effect.
         if targets and not any(map(layout_of, targets.values())):
             projections = peft_config.target_projections
             wrong = f"target_projections={sorted(projections)}" if projections is not None else ""
@@ -182,17 +182,17 @@ class MoELoraModel(BaseTuner):
             )
         config = self.peft_config[adapter_name]
         original = next((name for name, other in self.peft_config.items() if other is config), adapter_name)
-        # The config of a new adapter may be used again for another one; a loaded adapter has a config to itself.
+        # Copy the config of a new adapter: it may be used again for another one. A loaded adapter's config is its own.
         if not config.inference_mode:
-            # None: the class of PEFT's that is called may be that of either task.
+            # Without a task type, the caller may use PEFT's class for one of these tasks.
             if config.modules_to_save is None and config.task_type in (None, "TOKEN_CLS", "QUESTION_ANS"):
-                config.modules_to_save = []  # the copy's too; PEFT adds the head to it when the adapter is there
+                config.modules_to_save = []  # shared with the copy; PEFT adds the head to it after the injection
             self.peft_config[adapter_name] = copy.copy(config)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except NoMatchingPeftModuleError as error:
             raise _NoTarget(f"MoELoraConfig: {one_line(error)}{_likely_targets(config, model)}") from error
-        if original != adapter_name:  # TRL makes an adapter's reference with its config, by a copy of its parameters
+        if original != adapter_name:  # TRL's reference adapter: the same config and a copy of the parameters
             for module in model.modules():
                 if isinstance(module, MoELoraLayer):
                     module.copy_buffers(original, adapter_name)
@@ -200,16 +200,16 @@ class MoELoraModel(BaseTuner):
         for module in model.modules():
             if isinstance(module, TrainableTokensWrapper):
                 module.bias = None  # TRL's fused head reads it
-        # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
+        # Not in `_post_injection_hook`: a second `add_adapter` does not call it.
         router_outputs.install(model)
         router_outputs.sync_config(model, self.peft_config)
-        if hasattr(model, "add_model_tags"):  # what any trainer's model card gets
+        if hasattr(model, "add_model_tags"):  # for the model card of any trainer
             cast(Any, model).add_model_tags(list(TAGS))
 
     def _set_alpha(self, adapter_name: str) -> None:
         """
-        Write an alpha that was left out into the adapter's config: scalings stay when `top_k` or the experts change
-        later.
+        Write an alpha left out by the user into the adapter's config. Scalings then stay when `top_k` or the experts
+        change.
         """
         config = cast(MoELoraConfig, self.peft_config[adapter_name])
         if config.lora_alpha is not None or "lora_alpha" in EXPERTS[config.expert_type].unread:
@@ -253,7 +253,7 @@ class MoELoraModel(BaseTuner):
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         packed = isinstance(new_module, MoELoraFFN) and next(child.parameters(), None) is None
         unwraps = isinstance(child, (MoELoraFFN, TrainableTokensWrapper))
-        if unwraps or packed:  # all buffers; PEFT would look for the child's weight, or set it
+        if unwraps or packed:  # packed: only buffers. PEFT would look for the child's weight, or set it
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
@@ -265,21 +265,21 @@ class MoELoraModel(BaseTuner):
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         if not self.active_adapters and self.peft_config:
-            # PEFT asks the first layer which adapter is active now; the deleted one may have been the only one there.
+            # PEFT takes the active adapter from the first layer, but the deleted adapter may have been its only one.
             self.set_adapter(sorted(self.peft_config)[0])
         router_outputs.sync_config(self.model, self.peft_config)
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
         router_outputs.uninstall(model)
-        # The tags are the model's own again; without any, its class has none.
+        # Keep only the model's own tags. Without any, remove the attribute, as in the model's class.
         kept = [tag for tag in getattr(model, "model_tags", None) or [] if tag not in TAGS]
         model.__dict__.pop("model_tags", None)
         if kept:
             cast(Any, model).model_tags = kept
         return model
 
-    # --- what token-routed experts cannot do ------------------------------------------------------------------------
+    # --- not supported with token-routed experts --------------------------------------------------------------------
 
     def _check_merge_allowed(self) -> None:
         raise ValueError(MERGE_REFUSAL)
@@ -304,7 +304,7 @@ class MoELoraModel(BaseTuner):
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        # An adapter on a linear inside an FFN that another adapter wraps is saved as if the FFN were not wrapped.
+        # Save an adapter on a linear inside another adapter's FFN under its name without the other adapter.
         key = super()._remove_adapter_name_from_key(key, adapter_name)
         return key.replace(".base_layer.", ".") if f".{cls.prefix}" in key else key
 
@@ -336,29 +336,29 @@ class MoELoraModel(BaseTuner):
 
 
 class _NoTarget(InputError, NoMatchingPeftModuleError):
-    """As PEFT raises it, and something that a user gave."""
+    """No module matches the targets: PEFT's error, and an `InputError` too, because the user gave the targets."""
 
 
 def _likely_targets(config: MoELoraConfig, model: nn.Module) -> str:
-    """What to name instead of `target_modules` that match nothing."""
+    """Return a hint with likely names, for `target_modules` without a match."""
     wanted = {config.target_modules} if isinstance(config.target_modules, str) else set(config.target_modules or ())
     if "all" in wanted:
         return " Did you mean 'all-linear'?"
     modules = dict(model.named_modules())
     if wanted & {*modules, *name_endings(modules)}:
-        return ""  # they are there, but left out by another setting
+        return ""  # the modules are there, but another setting excludes them
     linears = name_endings(name for name, module in modules.items() if isinstance(module, nn.Linear))
     return f" Its linears are {', '.join(sorted(linears))}; without target_modules, every FFN gets experts."
 
 
 def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
-    """Raise where experts would compute with a part of a projection, or be made on the meta device."""
+    """Raise if experts would compute with a part of a projection, or be created on the meta device."""
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise InputError(
             f"MoELoraConfig: tp_size={model.tp_size}: experts need complete projections, not those of tensor "
             "parallelism; load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
         )
-    is_dispatched = hasattr(model, "hf_device_map")  # whose hooks PEFT takes away before it loads an adapter
+    is_dispatched = hasattr(model, "hf_device_map")  # PEFT removes its hooks before it loads an adapter
     for name, module in targets.items():
         hooked = any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules())
         if hooked or (is_dispatched and any(p.is_meta for p in module.parameters())):
@@ -369,7 +369,7 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
 
 
 def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
-    """Raise if tokens to train are not rows of the modules that they name, or of modules that are trained in full."""
+    """Raise if tokens to train are not rows of the named modules, or are rows of modules trained in full."""
     tokens = config.trainable_token_indices or {}
     for name, ids in (tokens if isinstance(tokens, dict) else {embeddings_name(model): tokens}).items():
         named: dict[str, Any] = {path: module for path, module in model.named_modules() if path.endswith(name)}
@@ -387,7 +387,7 @@ def _refuse_tokens(config: MoELoraConfig, model: nn.Module) -> None:
 
 
 def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
-    """Raise if there would be routers that nothing records, or that are trained and nothing balances."""
+    """Raise if a router would not be recorded, or would be trained without balancing."""
     routed = [name for name in names if _spec(config, name, model).num_experts > 1]
     for name in behind_backbone(model, routed):
         raise InputError(
@@ -411,7 +411,7 @@ def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]
 
 
 def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
-    """Raise if a field names modules that the model does not have, which PEFT ignores, or another task."""
+    """Raise if a field names modules missing in the model, which PEFT ignores, or the task of another model."""
     for field in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
@@ -446,12 +446,12 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
 
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
-    """The settings of the module `name` of `model`."""
+    """Return the settings of the module `name` of `model`."""
     return config.expert_spec(name, router_outputs.text_config(model))
 
 
 def _refuse_kernels(name: str, model: nn.Module) -> None:
-    """Raise if a kernel takes the weight of a linear without running it: an adapter would have no effect."""
+    """Raise if a kernel uses the weight of a linear without running the linear: an adapter would have no effect."""
     parent, _, ending = name.rpartition(".")
     mixer = model.get_submodule(parent.replace(".base_layer", ""))
     if ending == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
@@ -462,7 +462,7 @@ def _refuse_kernels(name: str, model: nn.Module) -> None:
 
 
 def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn.Module) -> None:
-    """Raise if `module` is neither a linear nor an FFN whose layout computes what its forward computes."""
+    """Raise if `module` is neither a linear nor an FFN with a layout that computes the same as its forward."""
     spec = _spec(config, name, model)
     layout = layout_of(module)
 
@@ -474,9 +474,9 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
                 "need an FFN; target FFNs, or give that linear one expert with num_experts_pattern"
             )
         with torch.device("meta"):
-            make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
+            make_router(1, spec.num_experts, spec.router)  # raises if sizes do not fit
 
-    # A single linear: whatever PEFT knows the sizes of, quantized or adapted already. Embeddings and convolutions have
+    # A single linear, perhaps quantized or already adapted: PEFT knows its sizes. Embeddings and convolutions have
     # sizes, too, but compute something else.
     if layout is None:
         _refuse_kernels(name, model)
@@ -491,17 +491,17 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             )
         return
 
-    # An FFN. Its projections are those of its layout …
+    # An FFN. The target projections must be in its layout …
     unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:
         raise InputError(
             f"MoELoraConfig: target_projections={sorted(unknown)}: {name!r} has only {list(layout.projections)}"
         )
 
-    # … and its forward is compared with the layout on random tokens, unless another adapter has done so.
+    # … and its forward must agree with the layout on random tokens. If it has an adapter, this is checked already.
     if isinstance(module, MoELoraFFN):
         return
-    weight = next(chain(module.parameters(), module.buffers()))  # of GPTQ's and AWQ's linears, all are buffers
+    weight = next(chain(module.parameters(), module.buffers()))  # GPTQ's and AWQ's linears have only buffers
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     features, dtype = linear_features(getattr(module, layout.up))[0], next(floating, torch.float32)
     if not probe_ffn(layout, module, features, weight.device, dtype):

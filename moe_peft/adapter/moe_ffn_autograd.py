@@ -27,17 +27,17 @@ class PairInputs(NamedTuple):
     B: Sequence[Any]  # second matrices [n, r, f'], or None
 
     def flat(self) -> tuple[Any, ...]:
-        """All tensors in one tuple: autograd functions do not accept nested ones."""
+        """Return all tensors in one tuple: autograd functions do not accept nested tuples."""
         return (*self.pre, *self.h, *self.B)
 
     @classmethod
     def of(cls, flat: Sequence[Any]) -> PairInputs:
-        """The inverse of `flat`."""
+        """Return the inputs from the tuple of `flat`."""
         m = len(flat) // 3
         return cls(flat[:m], flat[m : 2 * m], flat[2 * m :])
 
     def activations(self, part: Dispatch) -> list[torch.Tensor]:
-        """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
+        """Return, for each input projection, the base's output plus the update of the pair's expert, [P, f']."""
         return [
             part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand(h_PR, B_NRF, part.spread(pre_TF))
             for pre_TF, h_PR, B_NRF in zip(self.pre, self.h, self.B, strict=True)
@@ -53,7 +53,7 @@ def mixed_hidden(
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     """
-    From the base's pre-activations to the mixed hidden activation.
+    Compute the mixed hidden activation from the base's pre-activations.
 
     Args:
         dispatch: the batch's dispatch.
@@ -67,18 +67,20 @@ def mixed_hidden(
         `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
     """
     act = layout.activation(ffn)
-    keep = dispatch.k <= 2
+    keep = dispatch.k <= 2  # whether backward gets the pairs' tensors saved, or recomputes them
     totals: list[torch.Tensor] = []
     low: list[torch.Tensor] = []
     for part, of_part in zip(dispatch.parts, inputs, strict=True):
         tensors = (A_down, part.gates, *of_part.flat())
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        # With gradients, use the backward below. torch.compile derives its own.
         if needs_grad and not torch.compiler.is_compiling():
             z_TF, low_PR = _MixedHidden.apply(part, layout, act, keep, dropout, *tensors)
         else:
             a_PF = _activate(layout, act, of_part.activations(part))
             low_PR = None if A_down is None else part.shrink(F.dropout(a_PF, dropout) if dropout else a_PF, A_down)
             z_TF = part.collect(a_PF, gated=True)
+        # Parts have different slots of the same tokens, so their gated sums add up.
         totals = [totals[0].add_(z_TF) if totals else z_TF]
         low.append(low_PR)
     return totals[0], (None if A_down is None else low)
@@ -89,6 +91,7 @@ def _activate(layout: FFNLayout, act: Any, pairs: Sequence[torch.Tensor]) -> tor
     a_PF = act(gate_PF)
     if up_PF is None:
         return a_PF
+    # Overwrite the activation only if it is a new tensor: an identity returns its input.
     in_place = not torch.is_grad_enabled() and a_PF is not gate_PF
     return a_PF.mul_(up_PF) if in_place else a_PF * up_PF
 
@@ -108,6 +111,7 @@ class _MixedHidden(torch.autograd.Function):
         inputs = PairInputs.of(flat)
         pairs = inputs.activations(part)
         a_PF = _activate(layout, act, pairs)
+        # `A_down a`, after dropout. The mask is saved, not the dropped activation.
         low_PR = mask_PF = None
         if A_down is not None:
             kept_PF = a_PF
@@ -115,6 +119,7 @@ class _MixedHidden(torch.autograd.Function):
                 kept_PF, mask_PF = torch.native_dropout(a_PF, dropout, True)
             low_PR = part.shrink(kept_PF, A_down)
         ctx.part, ctx.layout, ctx.act, ctx.keep, ctx.scale = part, layout, act, keep, 1 / (1 - dropout)
+        # For backward: the pairs' pre-activations [P, f'], or the base's [T, f'].
         kept = inputs._replace(pre=pairs) if keep else inputs
         ctx.save_for_backward(mask_PF, A_down, gates, *kept.flat())
         return part.collect(a_PF, gated=True), low_PR
@@ -125,6 +130,7 @@ class _MixedHidden(torch.autograd.Function):
         part: Dispatch = ctx.part
         mask_PF, A_down, _, *flat = ctx.saved_tensors
         kept = PairInputs.of(flat)
+        # Forward again: the pairs' pre-activations, if they were not saved, and the activation with its graph.
         gate_PF, up_PF = ctx.layout.split(kept.pre if ctx.keep else kept.activations(part))
         with torch.enable_grad():
             leaf_PF = gate_PF.detach().requires_grad_()
@@ -152,7 +158,7 @@ class _MixedHidden(torch.autograd.Function):
             da_PF.mul_(up_PF)
         (d_gate_PF,) = torch.autograd.grad(graph_PF, leaf_PF, da_PF)
         d_pairs = ctx.layout.join(d_gate_PF, d_up_PF)
-        # Backward of the pre-activations, except to those of a first layer on a frozen embedding.
+        # Backward of the pre-activations. In a first layer on a frozen embedding, the base's outputs need no gradient.
         wanted = PairInputs.of(ctx.needs_input_grad[-len(flat) :]).pre
         d_inputs = PairInputs(
             [part.collect(d_PF) if want else None for d_PF, want in zip(d_pairs, wanted, strict=True)],

@@ -22,11 +22,11 @@ def register() -> None:
 
 
 def _add_member() -> None:
-    """What a line `MOE_LORA = "MOE_LORA"` in the enum's class would do; PEFT has no way of its own to add a type."""
+    """Add the member, like a line `MOE_LORA = "MOE_LORA"` in the enum's class. PEFT has no API to add a type."""
     member = str.__new__(PeftType, NAME)
     member._name_ = member._value_ = NAME
     member.__objclass__ = PeftType
     member._sort_order_ = len(PeftType)
     PeftType._member_names_.append(NAME)
     PeftType._member_map_[NAME] = PeftType._value2member_map_[NAME] = member
-    type.__setattr__(PeftType, NAME, member)  # an enum's own refuses to set a member; Python ≥ 3.12 needs it
+    type.__setattr__(PeftType, NAME, member)  # an enum's `setattr` refuses members; Python ≥ 3.12 needs it

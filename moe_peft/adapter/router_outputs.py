@@ -4,9 +4,10 @@ Gives an adapted model the config fields and outputs of transformers' MoE models
 The model's config has `num_experts`, `num_experts_per_tok`, `output_router_logits` and `router_aux_loss_coef`. With
 `output_router_logits` the backbone's output has `router_logits`, a tuple of float32 [tokens, n], one per router in the
 order of the forward pass. TRL's trainers read these and add the balancing loss themselves. For all other code (the
-plain `Trainer`, a custom loop) the model adds it to `outputs.loss` and sets `outputs.aux_loss`, as a native MoE does.
+plain `Trainer`, a custom loop) the model adds the balancing loss to `outputs.loss` and sets `outputs.aux_loss`, like a
+native MoE.
 
-All of this is done by forward hooks that are module-level functions, so that models can be deep-copied and pickled.
+Forward hooks do all of this. They are module-level functions, so models can be deep-copied and pickled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
 from .router_recorder import Collection, arguments, begin, notify, outer_collection, state
 
-IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
+IGNORED = ("router_logits", "aux_loss")  # outputs to keep out of `Trainer`'s predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
@@ -38,10 +39,11 @@ FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_
 
 def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     """
-    Set the model config's fields to those of the active adapters; put the base's own back if no router is left.
+    Set the model config's fields for the active adapters. Restore the base's fields if no router is left.
 
-    The adapters decide on `output_router_logits` and `router_aux_loss_coef`, but what a user or a trainer set in the
-    config holds, before there was an adapter or later: a value that is neither its class's default nor from here.
+    The adapters determine `output_router_logits` and `router_aux_loss_coef`, unless a user or a trainer has set a
+    field, before or after an adapter was added. A field counts as set if its value is neither the default of the config
+    class nor a value written here.
     """
     if not is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
         return
@@ -62,14 +64,14 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
 
 
 def _set(config: Any, name: str, value: Any, written: dict[str, Any]) -> None:
-    """Set a field, and note it in `written`, unless somebody else has set it."""
+    """Set a field and note it in `written`, unless a user or a trainer has set it."""
     if getattr(config, name, None) == written.get(name, getattr(type(config), name, None)):
         written[name] = value
         setattr(config, name, value)
 
 
 def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
-    """(adapter, n, k) of every active router, in the model's order."""
+    """Return (adapter, n, k) of every active router, in the model's order."""
     return [
         (name, layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
         for layer in model.__dict__["_moe_lora_layers"]
@@ -87,14 +89,16 @@ def _restore_fields(model: nn.Module) -> None:
 
 
 def _keys(config: Any) -> list[str]:
-    """What a config calls the fields: dense models of MoE families (Jamba, Llama 4) have some, by other names."""
+    """
+    Return a config's names for the fields. Dense models of MoE families (Jamba, Llama 4) have some under other names.
+    """
     return [config.attribute_map.get(name, name) for name in FIELDS]
 
 
 def _ignore_at_inference(model: Any, ignored: bool) -> None:
-    """Have `Trainer` leave the outputs of `IGNORED` out of its predictions, or no longer."""
+    """Keep the outputs of `IGNORED` out of `Trainer`'s predictions, or stop keeping them out."""
     field = "keys_to_ignore_at_inference"
-    usual = getattr(type(model.config), field, ["past_key_values"])  # what `Trainer` takes, too
+    usual = getattr(type(model.config), field, ["past_key_values"])  # the default of `Trainer`, too
     kept = [name for name in getattr(model.config, field, usual) if name not in IGNORED]
     setattr(model.config, field, [*kept, *IGNORED] if ignored else kept)
     if kept == usual and not ignored:
@@ -102,7 +106,7 @@ def _ignore_at_inference(model: Any, ignored: bool) -> None:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of a model's language part; None if it has none."""
+    """Return the config of a model's language part, or None."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
@@ -112,11 +116,11 @@ def text_config(model: nn.Module) -> Any:
 
 def install(model: nn.Module) -> None:
     """
-    Register the hooks on a transformers model, once, and note its layers. Other modules are left as they are, and so is
-    a model with routed experts of its own, whose fields and outputs are about these.
+    Register the hooks on a transformers model, once, and note its MoE-LoRA layers. Other modules are left unchanged. So
+    are models with routed experts of their own: their fields and outputs describe their own experts.
 
     Some causal LMs call only a part of their backbone (OPT its decoder), and some trainers call only the backbone. So
-    both model and backbone have hooks, and whichever runs first collects for both.
+    both model and backbone have hooks, and the first to run collects for both.
     """
     if not isinstance(model, PreTrainedModel) or has_routed_experts(model):
         return
@@ -137,7 +141,7 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Remove the hooks, and put the config's own fields back."""
+    """Remove the hooks and restore the config's own fields."""
     if not is_installed(model):
         return
     for handle in model.__dict__.pop("_moe_lora_handles"):
@@ -153,12 +157,12 @@ def is_installed(model: nn.Module) -> bool:
 
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bool]) -> tuple[tuple, dict]:
-    """Start a collection, unless the model around this backbone has already started one."""
+    """Start a collection, unless the model around this backbone has started one."""
     # A backbone inside its model: the model collects.
     outer = outer_collection(module)
     if outer is not None and module is getattr(outer.owner, "base_model", None):
-        # A dense backbone does not know the argument. A caller that passes it to the backbone alone gets the backbone's
-        # router logits and leaves the outer model's output and loss as they are.
+        # A dense backbone does not know the argument. If a caller passes it only to the backbone, the backbone's output
+        # gets the router logits. The outer model's output and loss stay unchanged.
         outer.of_backbone |= bool(kwargs.pop("output_router_logits", False))
         return args, {**kwargs, **overrides}
 
@@ -166,8 +170,8 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bo
     # the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
 
-    # Whether router logits are wanted: the call's argument says so, else the config. A dense model does not know it.
-    # TRL's fused forward does, and adds transformers' balancing loss, which is NaN for a batch of padding alone.
+    # The call's argument, or else the config, decides on router logits. A dense model does not know the argument. TRL's
+    # fused forward does, and adds transformers' balancing loss, which is NaN for a batch of padding alone.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
     asked = kwargs.pop("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
@@ -179,7 +183,7 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bo
 
 
 def _overrides(module: nn.Module) -> dict[str, bool]:
-    """Arguments that keep a dense model of a MoE family from looking for router logits and adding a loss of its own."""
+    """Return arguments to keep a dense model of a MoE family from looking for router logits and adding its own loss."""
     records = "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
     knows = hasattr(type(text_config(module)), "output_router_logits")
     return {"output_router_logits": False} if records or knows else {}
@@ -187,7 +191,7 @@ def _overrides(module: nn.Module) -> dict[str, bool]:
 
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
-    # Only what belongs to this model or its backbone; the owner's pass ends here, also where its forward raised.
+    # Handle only the pass of this model or its backbone. The owner's pass ends here, even if its forward raised.
     collection = state.current.collection
     if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
         return None
@@ -196,23 +200,23 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if output is None:  # the forward raised
         return None
 
-    # Whoever records this pass.
+    # Call the observers of this pass.
     if collection.logits and collection.observers:
         notify(collection)
 
     # The router logits, if the model's or the backbone's caller wants them, padded to one number of experts.
     if not (collection.attached or (collection.of_backbone and module is module.base_model)):
         return None
-    n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
+    n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile rejects `default`
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if kwargs.get("fused_lm_head") and module is not module.base_model:
-        output["aux_loss"] = output["loss"].new_zeros(())  # there may be no router; its class has no `router_logits`
+        output["aux_loss"] = output["loss"].new_zeros(())  # also without a router; TRL's class has no `router_logits`
     elif isinstance(output, dict):
         output = _with_router_logits(output, router_logits)
     if router_logits is None:
         return output
 
-    # The balancing loss, on top of the model's own loss. Without one, the caller may have forgotten it.
+    # Add the balancing loss to the model's own loss. If there is no loss, the caller may have forgotten to balance.
     if _has_loss(module):
         output = _with_aux_loss(module, args, kwargs, output, router_logits, collection)
     forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
@@ -223,7 +227,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces, too
 def _warn_unbalanced(name: str) -> None:
-    """Warn about a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
+    """Warn if a trainer computes its own loss from an output without a loss and does not ask for the balancing loss."""
     warnings.warn(
         f"MoE-LoRA: {name} trains with its caller's own loss, which lacks the balancing loss; add RouterLossesMixin to "
         "the trainer (docs/training.md), or pass output_router_logits=True and add router_aux_loss_coef * aux_loss",
@@ -234,14 +238,14 @@ def _warn_unbalanced(name: str) -> None:
 
 def _with_router_logits(output: Any, router_logits: tuple[torch.Tensor, ...] | None) -> Any:
     """
-    The output in a class that has the field. It is the same object, as making a new one takes long compared with a
-    token.
+    Return the output in a class with the field `router_logits`. It is the same object, because creating a new one takes
+    long compared with a token.
     """
     cls = _moe_output_class(type(output))
-    if torch.compiler.is_compiling():  # knows no change of a class
+    if torch.compiler.is_compiling():  # it cannot change the class of an object
         return cls(**{**output, "router_logits": router_logits})
     output.__class__ = cls
-    if router_logits is not None:  # as in the constructor, which leaves out what is None
+    if router_logits is not None:  # like the constructor, leave None out
         output["router_logits"] = router_logits
     return output
 
@@ -249,8 +253,8 @@ def _with_router_logits(output: Any, router_logits: tuple[torch.Tensor, ...] | N
 @torch.compiler.assume_constant_result
 def _moe_output_class(cls: Any) -> Any:
     """
-    A dense model's output class with the added fields of a MoE's. Keys that are not fields would suffice for most
-    readers, but not for those that take outputs apart and rebuild them (DistributedDataParallel).
+    Return a dense model's output class with the additional fields of a MoE. Keys without fields would suffice for most
+    readers, but not for code that takes outputs apart and rebuilds them (DistributedDataParallel).
     """
     return _extended(cls)
 
@@ -266,14 +270,14 @@ def _extended(cls: Any) -> Any:
 
 
 def _rebuilt(cls: Any, items: dict[str, Any]) -> Any:
-    """An output from a pickle, which finds no class that was made here."""
+    """Rebuild an output from a pickle, because pickle does not find a class made here."""
     return _extended(cls)(**items)
 
 
 def _has_loss(model: Any) -> bool:
     """
-    Whether a model computes a language model's loss: whatever has a backbone, or a head of its own (Llama 4's causal
-    model does not name its backbone). Encoder-decoders have logits of two lengths, which do not make one loss.
+    Return whether a model computes a language model's loss: it has a backbone, or a head of its own (Llama 4's causal
+    model does not name its backbone). Encoder-decoders have logits of two lengths, so they have no common loss.
     """
     if is_encoder_decoder(model):
         return False
@@ -303,9 +307,7 @@ def _with_aux_loss(
     config = text_config(model)
     mask = collection.attention_mask
     if mask is not None:
-        mask = mask[
-            :, -(router_logits[0].shape[0] // mask.shape[0]) :
-        ].flatten()  # after a cache, whose tokens come first
+        mask = mask[:, -(router_logits[0].shape[0] // mask.shape[0]) :].flatten()  # with a cache, its tokens come first
     k = config.num_experts_per_tok
     chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
     sizes = [logits.shape[-1] for logits in collection.logits]
@@ -321,7 +323,7 @@ def _with_aux_loss(
 
 
 def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
-    """Active experts per token of each router: several active adapters may differ in that."""
+    """Return the active experts per token of each router. Several active adapters may have different numbers."""
     if len({top_k for _, _, top_k in model.__dict__["_moe_lora_synced"]}) == 1:
         return [k] * len(routers)
     ks = {

@@ -1,10 +1,10 @@
 """
-Records router logits, and what was chosen, while a backbone runs.
+Records router logits and the chosen experts while a backbone runs.
 
-Hooks start a forward pass's collection with `begin`, and close it. In between, each layer appends its router's logits
-(as the router's own forward hooks leave them), and then the experts that were chosen and their gates (steering and
-routers' own rules included). Whoever wants them subscribes with `observing`; the gates of a native MoE are recorded in
-the same way, for as long as somebody does.
+Hooks start the collection of a forward pass with `begin`, and close it. In between, each layer appends its router's
+logits, as changed by the router's own forward hooks. Then it appends the chosen experts and their gates, as changed by
+steering and the router's own rules. Subscribers use `observing`. The gates of a native MoE are recorded in the same
+way, as long as there is a subscriber.
 
 The current collection is thread-local: two threads may generate with one model, and CUDA runs backward, including the
 second runs of checkpointed layers, in a separate thread.
@@ -37,33 +37,33 @@ Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class Collection:
-    """Router logits and choices of one forward pass, and what the model was called with."""
+    """Router logits and choices of one forward pass, and the inputs of the model's call."""
 
-    owner: nn.Module  # the module whose forward starts and ends it
+    owner: nn.Module  # its forward starts and ends the collection
     attached: bool = False  # whether the owner's output gets the logits, and its loss the balancing loss
     explicit: bool = False  # requested by an argument of the call, not by the config
-    outer: Collection | None = None  # that of the pass around this one
+    outer: Collection | None = None  # the collection of the pass around this one
     token_ids: torch.Tensor | None = None  # the call's `input_ids`, unless they are an encoder's
     attention_mask: torch.Tensor | None = None  # [B, S]; None: packed, or no padding
     rows: int = 1  # B
     of_backbone: bool = False  # whether the backbone's output gets the logits, too
     observers: Sequence[Observer] = ()
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
-    # One entry for each router that has run. A choice of None has not been seen.
+    # One entry for each run of a router. A choice of None was not seen.
     logits: list[torch.Tensor] = field(default_factory=list)
     routers: list[nn.Module] = field(default_factory=list)
     choices: list[Choice | None] = field(default_factory=list)
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody wants what routers compute."""
+        """True if anybody wants logits and choices."""
         return self.attached or self.of_backbone or len(self.observers) > 0
 
 
 class Current:
     """
-    A thread's current collection, and how it steers layers, the innermost block last. torch.compile loses what was set
-    on a thread-local object where a graph breaks.
+    A thread's current collection and its steering blocks, the innermost last. They are attributes of this object,
+    because torch.compile loses values set on a thread-local object where a graph breaks.
     """
 
     def __init__(self) -> None:  # torch.compile of torch 2.11 takes a class attribute for a constant
@@ -86,21 +86,22 @@ _by_any_thread: list[Steered] = []
 
 @contextmanager
 def steering_block(steered: Steered) -> Iterator[None]:
-    """Inside the block, this thread routes these modules as given; of nested blocks the inner one counts."""
+    """Route these modules as given inside the block, in this thread. Of nested blocks, the inner one counts."""
     mine = state.current.steered
     mine.append(steered)
     _by_any_thread.append(steered)
     try:
         yield
     finally:
+        # Remove the last entry of this block. In `_by_any_thread`, blocks of other threads may follow it.
         for blocks in (mine, _by_any_thread):
             del blocks[max(i for i, block in enumerate(blocks) if block is steered)]
 
 
 def steering_of(module: nn.Module) -> Steering | None:
     """
-    How this thread steers a module. The threads in which CUDA runs checkpointed layers again for backward have no
-    blocks of their own, nor a pass: there, any thread's block counts.
+    Return how this thread steers a module, or None. CUDA runs checkpointed layers again for backward in threads without
+    blocks of their own and without a pass. There, any thread's block counts.
     """
     blocks = state.current.steered
     if not blocks and state.current.collection is None and torch.is_grad_enabled():
@@ -116,8 +117,8 @@ def steering_of(module: nn.Module) -> Steering | None:
 
 def outer_collection(module: nn.Module) -> Collection | None:
     """
-    The collection of the forward pass around one of `module`. A model never calls itself, nor does its backbone call
-    it: such a collection was left behind by Ctrl-C, on which torch runs no hooks.
+    Return the collection of the forward pass around a pass of `module`. Skip collections of `module` itself or of its
+    backbone: neither calls `module`, so they were left behind by Ctrl-C, when torch runs no hooks.
     """
     outer = state.current.collection
     while outer is not None and (outer.owner is module or outer.owner is getattr(module, "base_model", None)):
@@ -126,14 +127,16 @@ def outer_collection(module: nn.Module) -> Collection | None:
 
 
 def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = False, explicit: bool = False) -> None:
-    """Start the collection of a forward pass of `module`, a transformers model, that is called with these arguments."""
+    """Start the collection of a forward pass of `module`, a transformers model called with these arguments."""
     call = arguments(module, args, kwargs)
     ids, embeds, mask = (call.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     rows = next((tensor.shape[0] for tensor in (ids, embeds) if isinstance(tensor, torch.Tensor)), 1)
+    # An encoder-decoder's `input_ids` are the encoder's.
     if getattr(module.config, "is_encoder_decoder", False):
         ids = None
+    # Reduce a 4-d mask to the attended tokens. Only for observers: reading the mask waits for the device.
     observers = _observers.get(module.base_model, ())
-    if observers:  # reading it waits for the device
+    if observers:
         mask = _without_queries(mask)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != rows:
         mask = None
@@ -143,17 +146,18 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
 
 @torch.compiler.disable
 def _without_queries(mask: Any) -> Any:
-    """Of an attention mask [B, 1, Q, K] the tokens that are attended to, [B, K], without free places of a cache."""
+    """Return the attended tokens [B, K] of an attention mask [B, 1, Q, K], without free places of a cache."""
     if isinstance(mask, dict):  # by kind of attention
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
         return mask
+    # A query attends to a token where a boolean mask is True or a float mask 0. Places after the last one are free.
     attended_BK = (mask if mask.dtype == torch.bool else mask == 0).any(2)[:, 0]
     return attended_BK[:, : int(attended_BK.any(0).nonzero().max()) + 1].long()
 
 
 def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `model` by name, including those passed by position."""
+    """Return the arguments of a call of `model` by name, including positional ones."""
     if not args:
         return kwargs
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
@@ -161,10 +165,14 @@ def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str
 
 
 def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
-    """Called by a layer with its router's logits. It replaces them only under reentrant checkpointing (below)."""
+    """
+    Record a router's logits (called by its layer). Return them unchanged, except under reentrant checkpointing (below).
+    """
     collection = state.current.collection
+    # Outside a pass, this may be the second run of a checkpointed layer.
     if collection is None:
         return _with_pending_gradient(router, logits_TN)
+    # In a first run under reentrant checkpointing, gradients are off only inside the layer: record a leaf.
     if collection.enabled:
         if collection.grad_enabled and not torch.is_grad_enabled() and router.training:
             logits_TN = _remember_leaf(router, logits_TN)
@@ -174,7 +182,7 @@ def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
 
 
 def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
-    """Called by a layer after its router."""
+    """Record a router's choice (called by its layer, after the router)."""
     collection = state.current.collection
     if collection is not None and collection.enabled:
         collection.choices.append((experts_TK, gates_TK.detach()))
@@ -184,7 +192,7 @@ def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
 
 Observer = Callable[[Collection], None]
 _observers: dict[nn.Module, list[Observer]] = {}  # by backbone, while there are any
-_gate_hooks: dict[nn.Module, list[Any]] = {}  # of native MoEs, likewise
+_gate_hooks: dict[nn.Module, list[Any]] = {}  # by backbone of a native MoE, likewise
 
 
 @contextmanager
@@ -193,9 +201,10 @@ def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, 
     Call `observe` with the collection of each forward pass of a backbone inside the block.
 
     Args:
-        gates: of a native MoE, with the index of the logits in what each returns; None if hooks of an adapter begin
-            and end a pass.
+        gates: the gates of a native MoE, each with the index of the logits in its output; None if hooks of an adapter
+            begin and end a pass.
     """
+    # The first observer of a native MoE registers the hooks. The last one removes them.
     if backbone not in _observers and gates is not None:
         _gate_hooks[backbone] = [
             backbone.register_forward_pre_hook(begin, with_kwargs=True),
@@ -215,7 +224,7 @@ def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, 
 
 @torch.compiler.disable
 def notify(collection: Collection) -> None:
-    """Call the observers, once a pass."""
+    """Call the observers, once per pass."""
     observers, collection.observers = collection.observers, ()
     for observe in list(observers):
         observe(collection)
@@ -230,13 +239,14 @@ def _end_native(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
 
 
 def _see_gate(gate: nn.Module, args: tuple, output: Any, index: int) -> None:
-    """After a native gate, most of which return (logits, gates, experts); not if a checkpointed layer runs again."""
+    """Record a native gate's output, usually (logits, gates, experts). Skip the second run of a checkpointed layer."""
     collection = state.current.collection
     if collection is None or not collection.enabled:
         return
     logits = output[index] if isinstance(output, tuple) else output
     collection.logits.append(logits.reshape(-1, logits.shape[-1]))
     collection.routers.append(getattr(gate, "moe_router", gate))
+    # Other outputs hold no choice, so the choice counts as not seen.
     is_choice = isinstance(output, tuple) and len(output) == 3 and index == 0
     collection.choices.append((output[2], output[1].detach()) if is_choice else None)
 
@@ -247,7 +257,7 @@ _HANDLES = "_moe_peft_token_ids"
 
 
 def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
-    """Start or stop handing token ids to the routers in a native MoE's gates."""
+    """Start or stop passing token ids to the routers in a native MoE's gates."""
     for handle in backbone.__dict__.pop(_HANDLES, ()):
         handle.remove()
     if wanted:
@@ -259,7 +269,7 @@ def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
 
 def token_ids_for(router: Router, x_TD: torch.Tensor) -> torch.Tensor | None:
     """
-    Return the ids [T] of the tokens that `router` is about to route, or None if the router does not read them.
+    Return the ids [T] of the tokens to be routed by `router`, or None if the router does not read them.
 
     Args:
         x_TD: the tokens' hidden states [..., d].
@@ -291,7 +301,7 @@ def _token_ids(router: Router, x_TD: torch.Tensor) -> torch.Tensor:
 
 def _is_checkpointed() -> bool:
     """
-    Return whether backward may run the current layer again: reentrant checkpoints turn gradients off, others set hooks.
+    Return whether backward may run the current layer again. Reentrant checkpoints turn gradients off, others set hooks.
     """
     hooks = _top_saved_tensors_hooks(False)
     return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
@@ -302,13 +312,14 @@ def _is_checkpointed() -> bool:
 # In reentrant mode a layer first runs without a graph and runs again during backward. Logits recorded in the first run
 # have no graph, so a loss on them would not reach the router. Therefore the first run records its logits as a leaf. The
 # loss is computed after all layers, so autograd has filled the leaf's gradient before it reaches the layer's second
-# run, which adds it to the gradient of the new logits. The leaf of a second run is the most recent one with a gradient,
-# because autograd goes through the forward passes of one backward in reverse order.
+# run. The second run adds this gradient to the gradient of the new logits. The leaf of a second run is the most recent
+# one with a gradient, because autograd goes through the forward passes of one backward in reverse order.
 
 _leaves: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 
 
 def _remember_leaf(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
+    # Add a weak reference to the leaf. Leaves of earlier passes may be gone.
     leaf = logits_TN.detach().requires_grad_()
     alive = [ref for ref in _leaves.get(router, ()) if ref() is not None]
     _leaves[router] = [*alive, weakref.ref(leaf)]
@@ -318,6 +329,7 @@ def _remember_leaf(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
 def _with_pending_gradient(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or router not in _leaves or not logits_TN.requires_grad:
         return logits_TN
+    # Take the gradient of the most recent leaf, and clear it: each gradient is added once.
     for leaf in (ref() for ref in reversed(_leaves[router])):
         if leaf is not None and leaf.grad is not None:
             gradient, leaf.grad = leaf.grad, None
@@ -326,7 +338,7 @@ def _with_pending_gradient(router: nn.Module, logits_TN: torch.Tensor) -> torch.
 
 
 class _AddGradient(torch.autograd.Function):
-    """The identity, whose backward adds a given gradient."""
+    """The identity. Its backward adds a given gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

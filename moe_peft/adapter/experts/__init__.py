@@ -1,6 +1,6 @@
 """
-What an expert is. `EXPERTS` is the table of kinds; a new kind is one subclass of `Experts` (or of `LoraExperts`) in a
-file of its own, and one line there. No other file compares the names of kinds.
+The kinds of experts. `EXPERTS` is their table. To add a kind, write a subclass of `Experts` (or of `LoraExperts`) in a
+new file, and add one line to the table. No other file compares the names of kinds.
 """
 
 from .base import Experts

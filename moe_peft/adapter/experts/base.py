@@ -25,7 +25,7 @@ Matrices = tuple[nn.ParameterDict, nn.ParameterDict]  # A and B by projection
 
 
 class LinearHost(Protocol):
-    """What experts read of the layer around them: of a tuner layer, or of a serving engine's."""
+    """Interface of the layer around experts: a tuner layer, or a layer of a serving engine."""
 
     def expert_parameters(self, adapter_name: str, /) -> Matrices: ...
     def shared_parameters(self, adapter_name: str, /) -> Matrices: ...
@@ -34,7 +34,7 @@ class LinearHost(Protocol):
 
 
 class FFNHost(LinearHost, Protocol):
-    """The same around an FFN block."""
+    """Interface of an FFN block around experts."""
 
     layout: FFNLayout
     training: bool
@@ -50,7 +50,7 @@ class FFNHost(LinearHost, Protocol):
 
 
 def empty_parameters(shapes: dict[str, Shapes]) -> Matrices:
-    """A and B of the given shapes, by name."""
+    """Return uninitialized A and B of the given shapes, by name."""
     A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
     return nn.ParameterDict(A), nn.ParameterDict(B)
 
@@ -58,11 +58,11 @@ def empty_parameters(shapes: dict[str, Shapes]) -> Matrices:
 @dataclass(frozen=True)
 class Experts:
     """
-    The experts of one adapter on one module: their settings, after the config's patterns have been applied, and, in
-    subclasses, everything that depends on what an expert is.
+    The experts of one adapter on one module: their settings, with the config's patterns applied. Subclasses add
+    everything specific to a kind of expert.
 
-    The experts of each projection are two tensors, A and B, usually [n, …] each. They are parameters of the tuner
-    layer (`MoELoraLayer.expert_parameters`), which is passed to the methods that compute.
+    The experts of each projection are two tensors, A and B, usually [n, …] each. They are parameters of the tuner layer
+    (`MoELoraLayer.expert_parameters`). The methods that compute get the layer as an argument.
     """
 
     num_experts: int
@@ -80,16 +80,16 @@ class Experts:
     target_projections: frozenset[str] | None
     bottleneck_size: int
 
-    # --- traits: what the rest of the package reads ---
-    unread: ClassVar[tuple[str, ...]] = ()  # fields of `MoELoraConfig` that would have no effect; they raise an error
-    needs_ffn: ClassVar[bool] = False  # whether they stand behind an FFN; single linears then get LoRA experts
-    holds_loras: ClassVar[bool] = False  # whether LoRAs that were trained apart can become such experts
-    stacked: ClassVar[str] = "AB"  # which of the matrices have a part of their own for each expert
+    # --- traits: read by the rest of the package ---
+    unread: ClassVar[tuple[str, ...]] = ()  # fields of `MoELoraConfig` without an effect; they raise an error
+    needs_ffn: ClassVar[bool] = False  # whether experts run after an FFN; single linears then get LoRA experts
+    holds_loras: ClassVar[bool] = False  # whether separately trained LoRAs can become such experts
+    stacked: ClassVar[str] = "AB"  # the matrices with a separate part for each expert
     no_lora: ClassVar[str] = ""  # why an expert is neither a LoRA nor a dense FFN with other weights; "": it is one
 
     @property
     def num_updates(self) -> int:
-        """How many experts have matrices: all but the last, where that is the base."""
+        """Number of experts with matrices: one less than `num_experts` if the last is the base."""
         return self.num_experts - self.base_expert
 
     @property
@@ -104,23 +104,23 @@ class Experts:
 
     @property
     def sum_of_gates_counts(self) -> bool:
-        """Whether a token's gates sum to something other than the constant 1; a single gate is 1 with a gradient."""
+        """True if the sum of a token's gates is not the constant 1. A single gate is 1, but with a gradient."""
         return not self.normalize_top_k or self.top_k == 1
 
     # --- parameters ---
 
     def used_share(self, matrix: Literal["A", "B"]) -> Fraction:
-        """The share of a matrix's parameters that one token uses, at most: routers may leave experts out."""
+        """Return the largest share of a matrix's parameters used by one token. Routers may leave experts out."""
         n = self.num_updates
         return Fraction(min(self.top_k, n), n) if matrix in self.stacked else Fraction(1)
 
     def for_linear(self) -> Experts:
-        """The experts of a single linear, which is not a part of a targeted FFN."""
+        """Return the experts for a single linear outside a targeted FFN."""
         return self
 
     def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
         """
-        The shapes of A and B by the name under which they are saved.
+        Return the shapes of A and B, by the name under which they are saved.
 
         Args:
             projections: in and out features of the module's projections, in the order of the forward pass.
@@ -128,15 +128,18 @@ class Experts:
         raise NotImplementedError
 
     def shared_shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
-        """The same for the experts that serve every token, which are one LoRA of rank m·r."""
+        """
+        Return the shapes of the m shared experts' A and B. Shared experts serve every token and are one LoRA of rank
+        m·r.
+        """
         size = self.num_shared_experts * self.rank
         shapes = self.shapes(projections) if size else {}
         return {name: ((1, size, A[-1]), (1, size, B[-1])) for name, (A, B) in shapes.items()}
 
     def reset(self, A_all: nn.ParameterDict, B_all: nn.ParameterDict) -> None:
         """
-        Initialize the experts of all projections, as `MoELoraConfig.init_lora_weights` says: A uniform as in LoRA, or
-        normal; B zero, so that the module's output does not change at first, or random, too.
+        Initialize the experts of all projections, as described in `MoELoraConfig.init_lora_weights`. A is uniform as in
+        LoRA, or normal. B is zero, so the module's output does not change at first, or random.
         """
         for A in A_all.values():
             if self.init_lora_weights == "gaussian":
@@ -156,31 +159,34 @@ class Experts:
         cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """
-        The output [T, d] of an FFN with the experts of `adapters`, which are all of this kind.
+        Return the output [T, d] of an FFN with the experts of `adapters`, all of this kind.
 
         Args:
-            h_TD: for experts that stand behind an FFN, its output with the adapters inside; None: without any.
+            h_TD: for experts after an FFN, its output with the adapters inside it; None: there are none inside.
         """
         raise NotImplementedError
 
     def linear_output(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
-        """The output of a single linear, from its input and the base's output, which `in_place` allows to overwrite."""
+        """
+        Return the output of a single linear, from its input and the base's output. With `in_place`, the base's output
+        may be overwritten.
+        """
         raise NotImplementedError
 
     # --- an expert by itself ---
 
     def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One expert with matrices as a LoRA, A [r, in] and B [out, r], of rank `r` and scaling `scaling`."""
+        """Return one expert with matrices as a LoRA, A [r, in] and B [out, r], of rank `rank` and scaling `scaling`."""
         raise InputError(self.no_lora)
 
     def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of one projection from their LoRAs, A [r, in] and B [out, r] each."""
+        """Return the A and B of one projection's experts, from each expert's LoRA, A [r, in] and B [out, r]."""
         raise InputError(self.no_lora)
 
     def merge(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, expert: int) -> torch.Tensor:
-        """The projection's weight [out, in] with one expert merged, float32."""
+        """Return the projection's weight [out, in] with one expert merged, float32."""
         if expert == self.num_updates:  # the base
             return weight.float()
         A_RI, B_OR = self.to_lora(A, B, expert)
@@ -189,5 +195,5 @@ class Experts:
     # --- experts compared with each other ---
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Inner products of what one projection's experts are compared by, float64 [n, n]."""
+        """Return the inner products of one projection's experts, to compare the experts, float64 [n, n]."""
         raise NotImplementedError

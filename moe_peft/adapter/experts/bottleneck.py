@@ -1,5 +1,5 @@
 """
-Bottleneck experts behind the FFN (PESC, Wu et al., 2024, arXiv 2401.02731, section 3).
+Bottleneck experts after the FFN (PESC, Wu et al., 2024, arXiv 2401.02731, section 3).
 
 Legend: T tokens, n experts, b the bottleneck's size, d hidden size.
 """
@@ -17,13 +17,13 @@ from ...utils.torch_contexts import without_autocast
 from .base import Experts, FFNHost, Shapes
 from .lora import LoraExperts
 
-_NAME = "bottleneck"  # the name of the parameters, where LoRA experts have a projection's
+_NAME = "bottleneck"  # the name of the parameters; LoRA experts use a projection's name
 
 
 class BottleneckExperts(Experts):
     """
     `y = Σ_i g_i (U_i GELU(D_i h) + h)` for the FFN's output h, with D_i [b, d] and U_i [d, b]. D is stored as A, and Uᵀ
-    as B, [n, b, d] both. `r`, `lora_alpha` and their patterns do not apply.
+    as B, both [n, b, d]. `r`, `lora_alpha` and their patterns do not apply.
     """
 
     unread = ("mixing", "target_projections", "num_shared_experts")
@@ -59,7 +59,7 @@ class BottleneckExperts(Experts):
         return y_TD
 
     def _behind(self, ffn: FFNHost, adapter: str, x_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
-        """One adapter's output. The residual is `(Σ_i g_i) h`, which is h where gates sum to 1."""
+        """Return one adapter's output. The residual is `(Σ_i g_i) h`, equal to h if gates sum to 1."""
         routes = ffn.route(adapter, x_TD)
         dispatch = None if routes is None else routes.dispatch(h_TD.dtype)
         cast = torch.Tensor.to if dispatch is None else dispatch.cast
@@ -75,7 +75,7 @@ class BottleneckExperts(Experts):
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """
-        Inner products of the weights: hidden units are compared one by one, because there is a non-linearity in
-        between.
+        Return inner products of the weights. Hidden units are compared one by one, because of the non-linearity between
+        the matrices.
         """
         return value_gram(A.flatten(1)) + value_gram(B.flatten(1))

@@ -14,8 +14,8 @@ from .lora import LoraExperts
 
 class HydraLoraExperts(LoraExperts):
     """
-    `W_i = W + s·B_i A`: one A for all experts of a projection, stored as [1, r, in], and a B_i each. A token's `A x`
-    is computed once, whatever top_k is.
+    `W_i = W + s·B_i A`: one A for all experts of a projection, stored as [1, r, in], and one B_i per expert. A token's
+    `A x` is computed once, whatever top_k is.
     """
 
     holds_loras = False

@@ -23,13 +23,13 @@ from ..ffn_layout import FFNLayout
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
 from .base import Experts, FFNHost, LinearHost, Matrices, Shapes
 
-Product = Callable[[str, torch.Tensor], torch.Tensor]  # what a linear of that name makes of a vector
+Product = Callable[[str, torch.Tensor], torch.Tensor]  # (name of a linear, its input) → its output
 
 
 class LoraExperts(Experts):
     """
-    `W_i = W + s·B_i A_i` with A_i [r, in] and B_i [out, r]. A is stored as [n, r, in] and B as [n, r, out] (with rows
-    of `out`, not of r, so that products read B in memory order).
+    `W_i = W + s·B_i A_i` with A_i [r, in] and B_i [out, r]. A is stored as [n, r, in] and B as [n, r, out]. Rows of B
+    have size `out`, not r, so products read B in memory order.
     """
 
     unread = ("bottleneck_size",)
@@ -53,8 +53,8 @@ class LoraExperts(Experts):
         cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, h_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         layout, specs = ffn.layout, ffn.moe_lora_spec
-        # Updates of several adapters add up, as those of LoRAs: an adapter that mixes complete outputs comes last, so
-        # that all its experts have what others add.
+        # Updates of several adapters add up, as in LoRA. An adapter that mixes complete outputs comes last, so all its
+        # experts include the updates of the other adapters.
         if len(adapters) > 1:
             adapters = sorted(adapters, key=lambda adapter: specs[adapter].mixes_outputs(layout))
         routes = {adapter: ffn.route(adapter, x_TD, specs[adapter].mixes_outputs(layout)) for adapter in adapters}
@@ -63,7 +63,7 @@ class LoraExperts(Experts):
         if len(routes) == 1 and last is not None and spec._decodes(ffn, adapter, last, x_TD.dtype):
             return spec._decoded(ffn, adapter, last, x_TD)
 
-        # Where pairs have activations of their own, those of many tokens are computed some at a time.
+        # If each pair has its own activation, compute a large batch in slices.
         step = tokens_at_once(x_TD) if last is not None and last.mixes_outputs else tokens
         if tokens <= step:
             return cls._ffn_output(ffn, x_TD, routes)
@@ -75,11 +75,11 @@ class LoraExperts(Experts):
 
     @classmethod
     def _ffn_output(cls, ffn: FFNHost, x_TD: torch.Tensor, routes: Mapping[str, Routes | None]) -> torch.Tensor:
-        """The output of tokens that are routed: adapter → their routes."""
+        """Return the output of routed tokens. `routes` maps each adapter to its routes."""
         layout, specs, done, z_TF = ffn.layout, ffn.moe_lora_spec, [], None
 
-        # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
-        #    once; experts only add low-rank updates to their outputs.
+        # 1. The base's input projections. They read x, the same for all experts and adapters, so they run once.
+        #    Experts only add low-rank updates to their outputs.
         pre = dict(zip(layout.inputs, ffn.input_projections(x_TD), strict=True))
 
         # 2. Each adapter adds its updates.
@@ -100,7 +100,7 @@ class LoraExperts(Experts):
                 )
             done.append((adapter, dispatch, low))
 
-        # 3. The activation, once per token unless outputs are mixed, and the base's down projection. It is linear, so
+        # 3. The activation, once per token unless outputs are mixed, and the base's down projection. Down is linear, so
         #    it is applied to the gated sum of the experts' activations and also runs once.
         if z_TF is None:
             z_TF = layout.hidden(ffn.base_layer, [*pre.values()])
@@ -128,8 +128,8 @@ class LoraExperts(Experts):
 
     def mixes_outputs(self, layout: FFNLayout) -> bool:
         """
-        Whether each pair has an activation of its own. With experts on the down projection alone, all are the base's,
-        and both mixings the same.
+        Return whether each pair has its own activation. With experts only on the down projection, all activations are
+        the base's, so both mixings are the same if gates sum to 1: return False.
         """
         if self.mixing != "output" or self.num_experts == 1:
             return False
@@ -137,15 +137,17 @@ class LoraExperts(Experts):
         return chosen is None or not chosen.isdisjoint(layout.inputs) or self.sum_of_gates_counts
 
     def _decodes(self, ffn: FFNHost, adapter: str, routes: Routes, dtype: torch.dtype) -> bool:
-        """Whether `_decoded` serves: one token, by copies of its experts, without gradients, dropout or autocast."""
+        """
+        Return whether `_decoded` applies: one token, by copies of its experts, without gradients, dropout or autocast.
+        """
         if torch.is_grad_enabled() or self.stacked != "AB" or not statically_known(routes.experts.shape[0] == 1):
             return False
         return routes.method(dtype) == "gather" and not (ffn.dropout_rate(adapter) or is_autocast(routes.gates))
 
     def _decoded(self, ffn: FFNHost, adapter: str, routes: Routes, x_1D: torch.Tensor) -> torch.Tensor:
         """
-        The output of one token, without gradients, as straight-line code: Python takes most of the time here. The
-        matrices of the token's k experts are copied.
+        Return the output of one token, without gradients. The code is straight-line, because Python takes most of the
+        time here. The matrices of the token's k experts are copied.
         """
         layout, block, mixes, s = ffn.layout, ffn.base_layer, routes.mixes_outputs, self.scaling
         outputs = ffn.input_projections(x_1D)
@@ -153,10 +155,10 @@ class LoraExperts(Experts):
             base = dict(zip(layout.inputs, outputs, strict=True))
             outputs = [*self._with_shared(ffn, adapter, x_1D, base).values()]
         dtype = outputs[-1].dtype
-        # Without the modules around them, whose `getattr` is slow.
+        # Read the dicts of parameters: `getattr` of the modules around them is slow.
         A, B = (cast(dict[str, torch.Tensor], matrices._parameters) for matrices in ffn.expert_parameters(adapter))
 
-        # Factors of the pairs' h: the gates, or 0 where an expert has no update.
+        # Factors of the pairs' h: the gates, or 0 for an expert without an update.
         experts_1K, updated_1K = routes.matrices()
         experts_K, gates_1K = experts_1K.view(-1), routes.gates.to(dtype)
         k, factors_K11 = experts_K.shape[0], gates_1K.view(-1, 1, 1)
@@ -165,12 +167,12 @@ class LoraExperts(Experts):
             factors_K11 = factors_K11 * updated_K11
 
         def gathered(M_NRM: torch.Tensor) -> torch.Tensor:
-            """The matrices of the token's experts, [k, r, m]."""
+            """Return the matrices of the token's experts, [k, r, m]."""
             M_KRM = M_NRM.index_select(0, experts_K)
             return M_KRM if M_KRM.dtype == dtype else M_KRM.to(dtype)
 
         def onto(y_1M: torch.Tensor, h_K1R: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
-            """`y + s Σ_i g_i B_i h_i`, [1, m]."""
+            """Return `y + s Σ_i g_i B_i h_i`, [1, m]."""
             return torch.addmm(y_1M, (h_K1R * factors_K11).view(1, -1), gathered(B_NRM).flatten(0, 1), alpha=s)
 
         # Gate and up: [1, f], or with mixing "output" of every expert, [k, 1, f].
@@ -200,12 +202,12 @@ class LoraExperts(Experts):
         return layout.drop(block, y_1D)
 
     # Everything below is computed in the dtype of the base's outputs, also under autocast. There it is autocast's
-    # dtype, except for quantized linears, which return the dtype they are given.
+    # dtype, except for quantized linears, which return the dtype of their input.
 
     def _with_shared(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The base's outputs by projection, with the LoRA of the experts that serve every token."""
+        """Return the base's outputs by projection, plus the LoRA of the shared experts."""
         if not self.num_shared_experts:
             return base
         return self._with_lora(layer, adapter, layer.shared_parameters(adapter), x_TM, base)
@@ -213,7 +215,7 @@ class LoraExperts(Experts):
     def _with_lora(
         self, layer: LinearHost, adapter: str, matrices: Matrices, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The base's outputs by projection, with `s B A x` of one LoRA, whose matrices are [1, r, …]."""
+        """Return the base's outputs by projection, plus `s B A x` of one LoRA with matrices [1, r, …]."""
         A, B = matrices
         names, updated = [name for name in base if name in A], dict(base)
         dtype = next(iter(base.values())).dtype
@@ -234,8 +236,8 @@ class LoraExperts(Experts):
         in_place: bool,
     ) -> dict[str, torch.Tensor]:
         """
-        The base's outputs by projection, with `s Σ_i g_i B_i A_i x` where a projection has experts; mixing
-        "projection". With `in_place` they may be overwritten.
+        Return the base's outputs by projection, plus `s Σ_i g_i B_i A_i x` on projections with experts (mixing
+        "projection"). With `in_place`, the base's outputs may be overwritten.
         """
         matrices = A, _ = layer.expert_parameters(adapter)
         if dispatch is None:
@@ -255,20 +257,21 @@ class LoraExperts(Experts):
         self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_TD: torch.Tensor, base: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """
-        Mixing "output": there is a non-linearity between the projections, so every pair has its own activation a_i.
-        Returns `z = Σ g_i a_i` [T, f] and `A_down a` of each part's pairs [P, r], or None.
+        Compute the hidden activation of mixing "output". Every pair has its own activation a_i, because of the
+        non-linearity between the projections. Returns `z = Σ g_i a_i` [T, f] and `A_down a` of each part's pairs
+        [P, r], or None.
         """
         layout, pre = ffn.layout, [*base.values()]
         A, B = ffn.expert_parameters(adapter)
         names, dtype = [name for name in base if name in A], pre[0].dtype
 
-        # First come the low-rank inputs `s A_i x` [P, r], on all projections that have experts …
+        # First come the low-rank inputs `s A_i x` [P, r], on all projections with experts …
         x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
         with without_autocast(x_TD):
             low = dispatch.shrink_tokens(x, [dispatch.cast(A[name], dtype) for name in names])
 
-            # … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum, and
-            # `A_down a_i`, which the down projection's experts need for each pair.
+            # … then `a_i = act(pre + B_i h)`, their gated sum, and `A_down a_i` for the down projection's experts. All
+            # three are one step, which saves little for backward.
             B_of = [dispatch.cast(B[name], dtype) if name in A else None for name in base]
             A_down = dispatch.cast(A[layout.down], dtype) if layout.down in A else None
             inputs = []
@@ -286,7 +289,7 @@ class LoraExperts(Experts):
         y_TD: torch.Tensor,
         in_place: bool,
     ) -> torch.Tensor:
-        """Mixing "output": the down projection's output for the mix, with `s Σ_i g_i B_i A_i a_i`."""
+        """Return the down projection's output for the mix, plus `s Σ_i g_i B_i A_i a_i` (mixing "output")."""
         down = ffn.layout.down
         if low is not None:
             B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][down], y_TD.dtype)
@@ -295,7 +298,10 @@ class LoraExperts(Experts):
         return self._with_bias(ffn, dispatch.gates, y_TD)
 
     def _with_bias(self, ffn: FFNHost, gates_TK: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
-        """The bias of down belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once."""
+        """
+        Return y with the bias of down counted Σ_i g_i times: it belongs to every expert, and the base layer adds it
+        once.
+        """
         bias = getattr(ffn.projection(ffn.layout.down), "bias", None) if self.sum_of_gates_counts else None
         if bias is None:
             return y_TD
@@ -310,14 +316,14 @@ class LoraExperts(Experts):
         return torch.stack(list(A)), torch.stack([B_OR.T for B_OR in B])
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Inner products of the updates `s·B_i A_i`."""
+        """Return inner products of the updates `s·B_i A_i`."""
         return self.scaling**2 * update_gram(A, B)
 
 
 def may_overwrite(projection: nn.Module) -> bool:
     """
-    Whether nothing else uses a base projection's output. The projection must be a plain linear without forward hooks or
-    a replaced forward, and gradients must be off: in training, backward hooks and checkpoints may hold the output.
+    Return whether nothing else uses a base projection's output. The projection must be a plain linear without forward
+    hooks or a replaced forward. Gradients must be off: in training, backward hooks and checkpoints may hold the output.
     """
     if torch.is_grad_enabled() or type(projection) is not nn.Linear:
         return False
@@ -333,14 +339,15 @@ def by_loop(
     mixes_outputs: bool,
 ) -> torch.Tensor:
     """
-    The definition of the layer: one token's output, by a plain loop over its experts. `LoraExperts` computes the same
-    for all tokens without the loop; tests compare both.
+    Compute one token's output by a plain loop over its experts: the definition of the layer. `LoraExperts` computes the
+    same for all tokens without the loop. Tests compare both.
 
     Args:
         x_D: the token.
         gates: its experts and their gates.
-        ffn: `ffn(product, x)` is the block's output if `product(name, v)` is what its linear `name` makes of v.
-        base: that of the base, `W v`.
+        ffn: `ffn(product, x)` returns the block's output, if `product(name, v)` returns the output of the linear `name`
+            for v.
+        base: the product of the base, `W v`.
         update: `update(name, v, i)` is `s B_i A_i v` of expert i.
         mixes_outputs: mixing "output"; else "projection".
     """

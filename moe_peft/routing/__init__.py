@@ -1,4 +1,4 @@
-"""Routers and what is computed from their logits: gates, losses, statistics. Needs only torch."""
+"""Routers, and gates, losses and statistics from their logits. Needs only torch."""
 
 from .expert_map import read_expert_map
 from .gates import Steering, pad_logits, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates

@@ -19,17 +19,17 @@ def attention_weights(
     weight_HD: torch.Tensor, mean_keys_K: torch.Tensor, mean_input_D: torch.Tensor, head_dim: int, m: int, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Queries and keys of an attention router (Router Upcycling, equations 4 and 5; section 5.2.1 for m ≠ n).
+    Compute the queries and keys of an attention router (Router Upcycling, equations 4 and 5; section 5.2.1 for m ≠ n).
 
     Heads are concatenated into m groups. If m does not divide H, each head is first split into as many parts as needed.
-    With fewer routers than experts, the heads' keys are repeated n/m times and grouped into n; with more, each expert
+    With fewer routers than experts, the heads' keys are repeated n/m times and grouped into n. With more, each expert
     has m/n keys. With grouped-query attention, query heads that share a key head would give several experts the same
     key, and these experts would always get the same logits: see `share_keys`.
 
     Args:
         weight_HD: the query projection [H·w, d].
-        mean_keys_K: mean keys [H'·w] of H' key heads, each of which serves H/H' query heads.
-        mean_input_D: mean input of the attention, [d]. Queries of it are the heads' mean queries.
+        mean_keys_K: mean keys [H'·w] of H' key heads. Each key head serves H/H' query heads.
+        mean_input_D: mean input of the attention, [d]. Its queries are the heads' mean queries.
 
     Returns:
         query [m, d', d] and key [n, max(1, m/n), d'].
@@ -61,19 +61,19 @@ def check_heads(heads: int, head_dim: int, m: int, n: int) -> None:
 
 
 def fitting_heads(heads: int, head_dim: int, n: int) -> int:
-    """The largest number of routers, at most n, that n experts and `heads` heads of width `head_dim` can be given."""
+    """Return the largest number of routers, at most n, that fits n experts and `heads` heads of width `head_dim`."""
     fits = (m for m in range(n, 0, -1) if n % m == 0 and head_dim % _parts_of_a_head(heads, m) == 0)
     return next(fits)  # 1, if no other
 
 
 def _parts_of_a_head(heads: int, m: int) -> int:
-    """Into how many parts each head is split so that m divides their number."""
+    """Return the number of parts to split each head into, so m divides the number of all parts."""
     return m // math.gcd(heads, m)
 
 
 def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
     """
-    Group heads by similarity, in groups of equal size. The most similar pair of free heads starts a group; then the
+    Group heads by similarity, in groups of equal size. The most similar pair of free heads starts a group. Then the
     free head with the highest mean similarity to the group joins it, until the group is full.
 
     Args:
@@ -100,7 +100,7 @@ def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
 
 
 def key_families(keys_GW: torch.Tensor) -> torch.Tensor:
-    """For each of the keys [g, d'], the first one that is equal to it, [g]."""
+    """Return, for each of the keys [g, d'], the index of the first key equal to it, [g]."""
     exact_GW = keys_GW.double()  # in float32, the distances of many keys are not exact
     near_GG = torch.cdist(exact_GW, exact_GW) <= 1e-6 * exact_GW.norm(dim=1, keepdim=True)
     return near_GG.int().argmax(1)
@@ -108,13 +108,13 @@ def key_families(keys_GW: torch.Tensor) -> torch.Tensor:
 
 def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Tensor:
     """
-    Divide each key that several groups of heads have among these groups; other keys stay as they are.
+    Divide a key common to several groups of heads among these groups. Other keys stay unchanged.
 
-    Every entry of the key goes to one group: to the one whose mean query gains the most from it in its score
-    `mean_query·key`, as long as that group has less than an even share of the entries. All other entries of the group's
-    key are zero, and the rest is scaled to the complete key's length. So the keys of a family are orthogonal, each is a
-    part of the mean key that the paper takes, the part that matters most to the group's own queries, and logits are as
-    large as with complete keys.
+    Every entry of the key goes to one group: the group whose mean query gains the most from the entry in its score
+    `mean_query·key`, among groups with less than an even share of the entries. All other entries of the group's key are
+    zero, and the rest is scaled to the complete key's length. So the keys of a family are orthogonal. Each is a part of
+    the mean key in the paper, the part that matters most to the group's own queries. Logits are as large as with
+    complete keys.
 
     Args:
         keys_GW: keys of the groups [g, d'].
@@ -135,8 +135,8 @@ def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Te
 
 def _even_shares(gains_SW: torch.Tensor) -> torch.Tensor:
     """
-    Deal out the columns: the largest gain first, to its row, until a row has an even share. Bool [s, d'], one row for
-    each column.
+    Assign each column to a row. The largest gain comes first: its column goes to its row, unless the row has an even
+    share. Return a mask, bool [s, d'], with each column in one row.
     """
     rows, width = gains_SW.shape
     if width < rows:
@@ -150,6 +150,6 @@ def _even_shares(gains_SW: torch.Tensor) -> torch.Tensor:
         if owner[column] < 0 and free[row]:
             owner[column] = row
             free[row] -= 1
-    for column in (column for column in range(width) if owner[column] < 0):  # fewer than there are rows
+    for column in (column for column in range(width) if owner[column] < 0):  # fewer columns than rows
         owner[column] = int(gains_SW[:, column].argmax())
     return (torch.tensor(owner) == torch.arange(rows).unsqueeze(1)).to(gains_SW.device)

@@ -1,6 +1,4 @@
-"""
-Which experts may serve which label. A map names a label's experts by index, or by a mask with an entry for each expert.
-"""
+"""Expert maps: the experts of each label, named by index or by a mask with an entry for each expert."""
 
 from __future__ import annotations
 
@@ -16,27 +14,29 @@ from ..utils.messages import InputError
 
 def label_text(label: Any) -> str:
     """
-    Return a label as text, the same for all ways to write it: as a number or as text in YAML, JSON and datasets, as an
-    integer that a dataset stores as a float, and with composed or decomposed accents (file systems differ).
+    Return a label as text, the same for all ways to write it. A label may be a number or a text in YAML, JSON and
+    datasets, an integer stored as a float by a dataset, or a text with composed or decomposed accents (file systems
+    differ).
     """
     text = str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
     return unicodedata.normalize("NFC", text)
 
 
 def in_order(labels: Iterable[str], expert_map: Mapping[Any, Any] | None) -> list[str]:
-    """The different labels: those of a map in its order, then the others as they come."""
+    """Return the different labels: first the map's labels in its order, then the others as they come."""
     labels = dict.fromkeys(labels)
     return [label for label in dict.fromkeys([*map(label_text, expert_map or ()), *labels]) if label in labels]
 
 
 def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, caller: str) -> dict[str, list[int]]:
     """
-    Label → indices of its experts, with labels as text (see `label_text`).
+    Read a map from labels to experts. Labels are read as text (see `label_text`), experts as indices.
 
-    All lists of a map have one of two forms. A list of indices names each expert once, from 0 to n - 1. A mask has n
-    entries, 0 or 1 (or false and true), and at least one 1. With integers and two experts, `[0, 1]` and `[1, 0]`
-    are both; other lists of the map may decide, else the map raises an error. With more experts, a map of several
-    labels whose lists are all `[0, 1]` or `[1, 0]` raises one, too: they look like masks of the wrong length.
+    All lists of a map have one of two forms. A list of indices names each of its experts once, from 0 to n - 1. A mask
+    has n entries, 0 or 1 (or false and true), and at least one 1. With two experts, the integers `[0, 1]` and `[1, 0]`
+    have both forms. Other lists of the map may decide, else the map raises an error. With more experts, a map of
+    several labels raises an error, too, if all its lists are `[0, 1]` or `[1, 0]`: they look like masks of the wrong
+    length.
 
     Args:
         expert_map: label → indices or mask.
@@ -47,8 +47,8 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
         label → indices of its experts.
 
     Raises:
-        ValueError: a list has neither form, lists have different forms, the map can be read in both, or it looks like
-            masks for two of more experts.
+        ValueError: a list has neither form, lists have different forms, the map can be read in both forms, or it looks
+            like masks for two experts while there are more.
 
     Example:
 
@@ -88,10 +88,11 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
 
 def check_allowed(expert_map: Mapping[str, Sequence[int]], fewest: int, caller: str) -> None:
     """
-    Check a map, as `read_expert_map` returns it, whose labels may only go to their own experts.
+    Raise if a map allows a label too few experts. The map is a return value of `read_expert_map`, and labels may only
+    go to their own experts.
 
     Args:
-        fewest: how many experts a token needs: top_k, or 1 where routers may leave experts out.
+        fewest: number of experts needed by a token: top_k, or 1 if routers may leave experts out.
         caller: where the map was given; messages begin with it.
     """
     for label, experts in expert_map.items():
@@ -103,7 +104,7 @@ def check_allowed(expert_map: Mapping[str, Sequence[int]], fewest: int, caller: 
 
 
 def expert_masks(expert_map: Mapping[str, Sequence[int]], num_experts: int) -> torch.Tensor:
-    """The experts of each label, m, bool [labels, n], in the order of a map that `read_expert_map` returned."""
+    """Return the experts of each label, m, bool [labels, n], in the order of a map from `read_expert_map`."""
     allowed = torch.zeros(len(expert_map), num_experts, dtype=torch.bool)
     for row, experts in enumerate(expert_map.values()):
         allowed[row, list(experts)] = True
@@ -111,7 +112,7 @@ def expert_masks(expert_map: Mapping[str, Sequence[int]], num_experts: int) -> t
 
 
 def _readings(entries: Any, n: int, source: str) -> dict[str, list[int]]:
-    """The indices that a label's list means, by the form in which it can be read: one or both."""
+    """Return the indices meant by a label's list, by the form in which the list can be read: one or both."""
     entries = entries.tolist() if hasattr(entries, "tolist") else entries
     if isinstance(entries, str | bytes) or not isinstance(entries, Sequence):
         raise InputError(f"{source}: give a list of experts from 0 to {n - 1}, or a mask of {n} entries")
@@ -133,7 +134,7 @@ def _readings(entries: Any, n: int, source: str) -> dict[str, list[int]]:
 
 
 def _as_indices(entries: list[int], n: int) -> list[int] | str:
-    """The experts that a list of indices names, or what is wrong with it."""
+    """Return the experts named by a list of indices, or an error message."""
     if not entries or not all(0 <= entry < n for entry in entries):
         return f"name experts from 0 to {n - 1}, or give a mask of {n} entries"
     if len(set(entries)) < len(entries):
@@ -142,7 +143,7 @@ def _as_indices(entries: list[int], n: int) -> list[int] | str:
 
 
 def _as_mask(entries: list[int], n: int) -> list[int] | str:
-    """The experts that a mask allows, or what is wrong with it."""
+    """Return the experts allowed by a mask, or an error message."""
     if len(entries) != n or not set(entries) <= {0, 1}:
         return f"a mask has {n} entries, one for each expert, and allows at least one"
     if not any(entries):

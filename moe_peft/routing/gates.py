@@ -1,5 +1,5 @@
 """
-From router logits to gates and chosen experts: pure functions.
+Pure functions from router logits to gates and chosen experts.
 
 Legend: T tokens, n experts, k active experts.
 """
@@ -20,18 +20,18 @@ def top_k_gates(
     logits_TN: torch.Tensor, k: int, normalize: bool = True, bias_N: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The k experts with the largest logits and their gates, as in Mixtral: softmax over all experts, keep k, divide by
-    their sum (which equals the softmax over the k logits alone).
+    Return the k experts with the largest logits and their gates, as in Mixtral: softmax over all experts, keep k,
+    divide by their sum (equal to the softmax over the k logits alone).
 
-    A single gate that is divided by itself is 1 and has no gradient, so its router would learn from the balancing loss
-    alone. With k = 1, the gate is `1 + p - stop_gradient(p)`: 1, with the gradient of the probability.
+    A single gate divided by itself is 1 and has no gradient, so its router would learn only from the balancing loss.
+    With k = 1, the gate is `1 + p - stop_gradient(p)`: 1, with the gradient of the probability.
 
     Args:
         logits_TN: router logits, float32 [T, n].
         k: experts per token.
         normalize: whether the k gates sum to 1; otherwise they are the probabilities among all n experts.
-        bias_N: added to the probabilities as the k experts are chosen, [n]; gates are without it (Wang et al., 2024,
-            equation 3).
+        bias_N: added to the probabilities to choose the k experts, [n]. Gates are computed without it (Wang et al.,
+            2024, equation 3).
 
     Returns:
         gates [T, k] (differentiable) and expert indices, int64 [T, k], the best first.
@@ -61,20 +61,23 @@ def top_k_gates(
 
 
 def _top_probabilities(logits_TN: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts with the largest logits (probabilities may tie at 0 where these do not) and theirs, [T, k]."""
+    """
+    Return the probabilities of the k experts with the largest logits, and the experts, [T, k]. Probabilities may tie at
+    0 where logits do not.
+    """
     experts_TK = logits_TN.topk(k, dim=-1).indices
-    # Not exp(l - logsumexp): of large logits, that difference is rounded to their precision.
+    # Not exp(l - logsumexp): for large logits, the difference is rounded to their precision.
     return logits_TN.softmax(-1).gather(-1, experts_TK), experts_TK
 
 
 def _biased_choice(logits_TN: torch.Tensor, scores_TN: torch.Tensor, bias_N: torch.Tensor, k: int) -> torch.Tensor:
-    """The k experts with the largest biased scores, [T, k]; not those that a mask of the logits leaves out."""
+    """Return the k experts with the largest biased scores, [T, k], without experts masked in the logits."""
     bias_N = bias_N.to(scores_TN.device)  # logits of all layers may have been moved to one device
     return (scores_TN + bias_N).masked_fill(logits_TN.isneginf(), -torch.inf).topk(k, dim=-1).indices
 
 
 def _normalized(gates_TK: torch.Tensor) -> torch.Tensor:
-    """Divided by their sum; a single one straight-through, exactly 1 with its own gradient."""
+    """Divide gates by their sum. A single gate becomes exactly 1, straight-through, with its own gradient."""
     if gates_TK.shape[1] == 1:
         return 1 + (gates_TK - gates_TK.detach())
     return gates_TK / gates_TK.sum(-1, keepdim=True)
@@ -82,6 +85,8 @@ def _normalized(gates_TK: torch.Tensor) -> torch.Tensor:
 
 def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
     """
+    Check the number of experts per token.
+
     Raises:
         ValueError: k is not from 1 to n.
     """
@@ -92,11 +97,11 @@ def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
 
 def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The best expert with its probability as gate (Fedus et al., 2021, equations 1 and 2).
+    Return the best expert with its probability as gate (Fedus et al., 2021, equations 1 and 2).
 
     Args:
         logits_TN: router logits, float32 [T, n].
-        capacity: how many tokens an expert takes, in order; the gate of any further ones is 0. None: all.
+        capacity: number of tokens taken by an expert, in order. Further tokens get gate 0. None: no limit.
 
     Returns:
         gates and expert indices, each [T, 1].
@@ -120,13 +125,14 @@ def sigmoid_gates(
     logits_TN: torch.Tensor, k: int, normalize: bool = True, bias_N: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The k best experts with sigmoids of their logits as gates.
+    Return the k best experts with sigmoids of their logits as gates.
 
     Args:
         logits_TN: router logits, float32 [T, n].
         k: experts per token.
         normalize: whether the k gates are divided by their sum.
-        bias_N: added to the sigmoids as the k experts are chosen, [n] (DeepSeek-V3, equation 16); gates are without it.
+        bias_N: added to the sigmoids to choose the k experts, [n] (DeepSeek-V3, equation 16). Gates are computed
+            without it.
 
     Returns:
         gates and expert indices, each [T, k].
@@ -152,13 +158,13 @@ def sigmoid_gates(
 
 def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`.
+    Return gates and experts like `top_k_gates`, with gate 0 for the experts after probabilities sum to `p`.
 
     Args:
         logits_TN: router logits, float32 [T, n].
         k: the most experts per token.
         normalize: whether the gates are divided by their sum.
-        p: the sum of probabilities that suffices.
+        p: the sum of probabilities to reach.
 
     Returns:
         gates and expert indices, each [T, k].
@@ -173,20 +179,21 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
     """
     check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
-    # In integers, whose cumulative sums are deterministic on every device; a float32 is not finer.
+    # In integers: their cumulative sums are deterministic on every device. A float32 is not finer.
     parts_TK = (probabilities_TK.detach() * 2**24).long()
     return _kept_gates(probabilities_TK, parts_TK.cumsum(-1) - parts_TK < p * 2**24, normalize), experts_TK
 
 
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one.
+    Return gates and experts like `top_k_gates`, with gate 0 for experts with a probability below `p`, except the best
+    one.
 
     Args:
         logits_TN: router logits, float32 [T, n].
         k: the most experts per token.
         normalize: whether the gates are divided by their sum.
-        p: the smallest probability that counts.
+        p: the smallest probability of a kept expert.
 
     Returns:
         gates and expert indices, each [T, k].
@@ -214,10 +221,11 @@ def _kept_gates(probabilities_TK: torch.Tensor, kept_TK: torch.Tensor, normalize
 @dataclass(frozen=True)
 class Steering:
     """
-    Experts chosen from outside, for each row of a batch or for each token. One of the three is given.
+    Experts chosen from outside, for each row of a batch or for each token. Give one of `experts`, `allowed` and
+    `weights`.
 
     Args:
-        experts: the one expert to use, integers [B]; with `has_base`, -1 for none, which in an adapter is the base.
+        experts: the one expert to use, integers [B]. With `has_base`, -1 means no expert (in an adapter, the base).
         allowed: the experts that may be chosen, bool [B, n].
         weights: the factor of each expert's update, [B, n].
 
@@ -245,11 +253,11 @@ class Steering:
 
     @property
     def rows(self) -> int:
-        """B"""
+        """B, the number of steered rows."""
         return len(next(each for each in (self.experts, self.allowed, self.weights) if each is not None))
 
     def to(self, device: torch.device) -> Steering:
-        """The same on a layer's device, so that it is not copied in each forward pass."""
+        """Return the same steering on a layer's device, so it is not copied in each forward pass."""
         experts, allowed, weights = (
             x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)
         )
@@ -259,8 +267,8 @@ class Steering:
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Gates and experts as `choose` returns them. With forced experts, k is 1 and the gates are 1; with weights, these
-        are the gates of all experts.
+        Return gates and experts in the form of `choose`. With forced experts, k is 1 and the gates are 1. With weights,
+        the weights are the gates of all experts.
         """
         if self.weights is not None:
             gates_TN = _per_token(self.weights, logits_TN)
@@ -268,7 +276,7 @@ class Steering:
             return logits_TN.nan_to_num() * 0 + gates_TN, experts_N.expand(gates_TN.shape)
         if self.experts is not None:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
-            # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing. A
+            # 1, but connected to the logits: under reentrant checkpointing, their gradient comes through the output. A
             # logit that is not finite would make it NaN.
             return logits_TN.gather(1, experts_T1.clamp(min=0)).nan_to_num() * 0 + 1, experts_T1
         assert self.allowed is not None
@@ -287,7 +295,7 @@ def _per_token(rows_B: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
 
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     """
-    Logits [T, m] padded to [T, n] with the dtype's minimum: the added experts have probability 0.
+    Pad logits [T, m] to [T, n] with the dtype's minimum: the added experts have probability 0.
 
     Args:
         logits_TN: router logits [T, m], for example of the layer with the fewest experts.
@@ -314,7 +322,9 @@ def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def stacked(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """Logits of several layers, one [T, n] each or [L, T, n], as float32 [L, T, n] on the first layer's device."""
+    """
+    Return logits of several layers, one [T, n] each or [L, T, n], as float32 [L, T, n] on the first layer's device.
+    """
     if isinstance(router_logits, torch.Tensor):
         return router_logits.float()
     return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()

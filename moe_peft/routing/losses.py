@@ -1,5 +1,5 @@
 """
-Losses on router logits, and the table of those that trainers add.
+Losses on router logits, and the table of losses added by trainers.
 
 A new loss is one function of a `RouterBatch` and one line in `ROUTER_LOSSES`. Training configs then have the field
 `router_<name>_loss_coef`, recipes and commands accept it, and trainers log `router_<name>_loss`.
@@ -31,21 +31,21 @@ def balancing_loss(
     chosen: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """
-    `n Σ_i f_i P_i`, where f_i is expert i's share of assignments times k and P_i its mean probability (Fedus et al.,
-    2021, equation 4, summed over the k slots as in transformers). With even loads it is the mean number of experts per
-    token, which is k, or less where routers leave some out.
+    Return `n Σ_i f_i P_i`, where f_i is expert i's share of assignments times k and P_i its mean probability (Fedus et
+    al., 2021, equation 4, summed over the k slots as in transformers). With even loads it is the mean number of experts
+    per token: k, or less if routers leave some out.
 
     Args:
         router_logits: one [T, n] per layer, or [L, T, n].
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
-        scope: `"layer"` averages the layers' losses. `"global"` pools the tokens of all layers, as transformers does;
-            in a deep model the imbalances of its layers cancel, and the loss is near its minimum whatever they are.
-            Layers that differ in n are pooled apart, and their losses averaged: expert i of one is not that of another.
-        mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
-            the mean of this loss over processes is that of their batches taken together.
-        sizes: each layer's n, where logits are padded; None: none are.
-        chosen: the experts that f_i counts, bool [T, n] per layer (`counted_experts`); None: the k best.
+        scope: `"layer"` averages the layers' losses. `"global"` pools the tokens of all layers, as in transformers. In
+            a deep model, the imbalances of pooled layers cancel, and the loss is near its minimum whatever they are.
+            Layers with different n are pooled apart and their losses averaged: their experts do not correspond.
+        mean: the mean of a tensor over processes. Then f_i counts the tokens of all processes (Qiu et al., 2025). The
+            mean of this loss over processes is the loss of their batches taken together.
+        sizes: each layer's n, if logits are padded; None: none are.
+        chosen: the experts counted by f_i, bool [T, n] per layer (`counted_experts`); None: the k best.
 
     Returns:
         the loss, a scalar.
@@ -62,7 +62,7 @@ def balancing_loss(
     logits_LTN = stacked(router_logits)
     check_top_k(logits_LTN, k)
     probabilities_LTN, n = logits_LTN.softmax(-1), logits_LTN.shape[-1]
-    if chosen is None:  # as routers choose: of probabilities, several may be 0
+    if chosen is None:  # by logits, as routers choose: several probabilities may be 0
         chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, logits_LTN.topk(k, dim=-1).indices, 1.0)
     else:
         chosen_LTN = stacked(chosen)
@@ -79,13 +79,15 @@ def balancing_loss(
 
 
 def _rows(x_LN: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-    """The rows of some layers. A list as an index would be copied to the device, for which the CPU waits."""
+    """
+    Return the rows of some layers. A list as an index would be copied to the device, and the CPU would wait for it.
+    """
     return x_LN if len(layers) == len(x_LN) else torch.stack([x_LN[i] for i in layers])
 
 
 def z_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """
-    `logsumexp(l)²` of each token, averaged over layers (Zoph et al., 2022, equation 5).
+    Return `logsumexp(l)²` of each token, averaged over layers (Zoph et al., 2022, equation 5).
 
     Args:
         router_logits: one [T, n] per layer, or [L, T, n].
@@ -107,7 +109,7 @@ def z_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tens
 
 def label_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN: torch.Tensor) -> torch.Tensor:
     """
-    `-log Σ_e m_e p_e` of each token, averaged over layers: label-supervised routing.
+    Return `-log Σ_e m_e p_e` of each token, averaged over layers: label-supervised routing.
 
     Args:
         router_logits: one [T, n] per layer, or [L, T, n].
@@ -134,7 +136,7 @@ def label_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_T
 
 
 def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: Mean) -> torch.Tensor:
-    """Each token's weight in a mean, [T]."""
+    """Return each token's weight in a mean, [T]."""
     tokens = probabilities_LTN.shape[1]
     if mask_T is not None and mask_T.shape != (tokens,):  # else it would be broadcast
         raise ValueError(f"balancing_loss: mask_T has shape {list(mask_T.shape)}; give one entry per token, [{tokens}]")
@@ -149,18 +151,18 @@ def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean:
 @dataclass(frozen=True)
 class RouterBatch:
     """
-    The inputs of a loss on routers.
+    Inputs of a loss on routers.
 
     Args:
         router_logits: of all layers, float32 [L, T, n].
         mask: 1 for real tokens, 0 for padding, [T].
         k: active experts per token.
         scope: the scope of the balancing loss, see `balancing_loss`.
-        allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
-        label_mask: 1 for the tokens on which losses that need labels count, [T]; None: all real ones.
-        mean: the mean of a tensor over the processes whose batches are balanced together; None: each is by itself.
-        sizes: each layer's n, where logits are padded; None: none are.
-        chosen: the experts that the balancing loss counts, bool [T, n] per layer; None: the k best.
+        allowed: the experts allowed for each token by its label, bool [T, n]; None without labels.
+        label_mask: 1 for the tokens counted by losses that need labels, [T]; None: all real tokens.
+        mean: the mean of a tensor over the processes with batches balanced together; None: each process is by itself.
+        sizes: each layer's n, if logits are padded; None: none are.
+        chosen: the experts counted by the balancing loss, bool [T, n] per layer; None: the k best.
     """
 
     router_logits: torch.Tensor
@@ -180,11 +182,11 @@ class RouterLoss:
     One entry of `ROUTER_LOSSES`.
 
     Args:
-        function: returns the loss of each token [T], which trainers average over the real tokens of an optimizer step;
-            or a scalar, the loss of a complete micro-batch.
+        function: returns the loss of each token [T], to be averaged by trainers over the real tokens of an optimizer
+            step; or a scalar, the loss of a complete micro-batch.
         help: its purpose in a few words.
         coefficient: the default coefficient; None takes it from the trainer's own config or the model's.
-        stages: the values of `training_stage` in which it is added.
+        stages: the values of `training_stage` with this loss.
         phases: its factors in the three phases of `router_schedule="three_phase"`.
         needs_labels: whether it is skipped if tokens have no labels.
         always_logged: whether it is computed and logged even while its coefficient is 0.
@@ -227,5 +229,5 @@ ROUTER_LOSSES: dict[str, RouterLoss] = {
 
 
 def coefficient_field(name: str) -> str:
-    """The config field of a loss's coefficient."""
+    """Return the config field of a loss's coefficient."""
     return f"router_{name}_loss_coef"

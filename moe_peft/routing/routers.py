@@ -1,8 +1,8 @@
 """
-Router modules, which map hidden states [..., d] to float32 router logits [T, n] (T tokens), and logits to gates.
+Router modules: they map hidden states [..., d] to float32 router logits [T, n] (T tokens), and logits to gates.
 
-`ROUTERS` is the table of routers; a new router is one class and one line there. The rest of the package only reads a
-router's traits, the class attributes of `Router`: no other file compares router names.
+`ROUTERS` is the table of routers. A new router is one class and one line there. The rest of the package reads only a
+router's traits, the class attributes of `Router`. No other file compares router names.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_def
 @dataclass(frozen=True)
 class RouterSettings:
     """
-    The settings of a router. Those with a help text are also fields of `MoELoraConfig`, with the prefix `router_`.
+    Settings of a router. Settings with a help text are also fields of `MoELoraConfig`, with the prefix `router_`.
 
     Args:
         type: a name in `ROUTERS`.
         jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
-        threshold: with `"top_p"`, the probability that the chosen experts must reach together (None: 0.8). With
-            `"threshold"`, the probability that each chosen expert must have (None: 1/n).
-        capacity_factor: with `"switch"`, limits the tokens that an expert takes in training to this multiple of an even
-            share of the batch. Padding counts, so pack or pad on the right. Tokens over the limit get no update. None:
-            no limit.
-        num_heads: with `"attention"`, the number of routers in the mixture, which the base's heads are grouped into.
+        threshold: with `"top_p"`, the probability to be reached by the chosen experts together (None: 0.8). With
+            `"threshold"`, the smallest probability of a chosen expert (None: 1/n).
+        capacity_factor: with `"switch"`, limits the tokens of an expert in training to this multiple of an even share
+            of the batch. Padding counts, so pack or pad on the right. Tokens over the limit get no update. None: no
+            limit.
+        num_heads: with `"attention"`, the number of routers in the mixture. The base's heads are grouped into them.
             None: the number of experts.
         mixture: with `"attention"`, how the routers' scores are combined: `"sum"`, which can be folded into a linear
             gate, or `"max"`.
         bias_update_rate: u, above 0 to balance without a loss (Wang et al., 2024, arXiv 2408.15664; there 0.001). A
-            bias of each expert is added to the scores only as experts are chosen. After each optimizer step, it grows
-            by u for those with fewer tokens than the mean, and shrinks by u for the others. Needs
-            `RouterBiasCallback`, which our trainers add themselves. Set `router_aux_loss_coef` to 0 or a small value.
+            bias of each expert is added to the scores only to choose experts. After each optimizer step, it grows by u
+            for experts with fewer tokens than the mean, and shrinks by u for the others. Needs `RouterBiasCallback`,
+            added by our trainers themselves. Set `router_aux_loss_coef` to 0 or a small value.
         attention_size: with `"attention"`, the width of the base's queries over all heads; adapters fill it in.
 
     Example:
@@ -71,8 +71,8 @@ class RouterSettings:
 
 class Router(nn.Module):
     """
-    The base class of routers. They compute in float32 (in float64 if their input is), whatever the storage dtype and
-    the autocast context.
+    Base class of routers. Routers compute in float32 (in float64 if their input is), whatever the storage dtype and the
+    autocast context.
 
     Args:
         hidden_size: d, the size of the router's input.
@@ -99,21 +99,21 @@ class Router(nn.Module):
     ```
     """
 
-    # --- traits: what the rest of the package reads ---
+    # --- traits: read by the rest of the package ---
     no_fold: ClassVar[str] = ""  # why no linear gate with a softmax over the top k equals this router; "": one does
     linear_gate: ClassVar[bool] = False  # whether it is such a gate already (not inherited)
-    has_parameters: ClassVar[bool] = True  # whether there is anything to train in it
+    has_parameters: ClassVar[bool] = True  # whether it has anything to train
     leaves_out: ClassVar[bool] = False  # whether a token may get fewer experts than top_k
     all_experts: ClassVar[bool] = False  # whether each token gets all experts; a balancing loss is then constant
-    only_top_k: ClassVar[int | None] = None  # the only top_k that it supports; its gates are then not normalized
+    only_top_k: ClassVar[int | None] = None  # the only supported top_k; gates are then not normalized
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialize it from the base's attention
     needs_token_ids: ClassVar[bool] = False  # whether it computes `token_logits`, from hidden states and token ids
     is_constant: ClassVar[bool] = False  # whether training cannot change its logits, so losses on them are constants
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
-    reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
-    sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
+    reads: ClassVar[tuple[str, ...]] = ()  # settings read besides the jitter noise; others raise an error
+    sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # values from n for settings of None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -128,14 +128,14 @@ class Router(nn.Module):
             # In steps of u, as integers: unlike floats they do not change with the dtype of the model.
             self.bias_steps: torch.Tensor
             self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.long))
-        self.stands_for: dict[str, int] = {}  # parameters that stand for several with equal gradients → how many
+        self.stands_for: dict[str, int] = {}  # parameter → number of equal-gradient parameters it replaces
         self.make()
 
     def make(self) -> None:
         """Create and initialize the parameters."""
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Router logits [T, n] of float32 (or float64) inputs [T, d]."""
+        """Return router logits [T, n] of float32 (or float64) inputs [T, d]."""
         raise NotImplementedError
 
     def token_logits(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -143,12 +143,12 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and experts [T, k] as `top_k_gates` returns them. A gate of 0 leaves an expert out."""
+        """Return gates and experts [T, k] in the form of `top_k_gates`. A gate of 0 leaves an expert out."""
         return top_k_gates(logits_TN, k, normalize, self.expert_bias)
 
     @property
     def expert_bias(self) -> torch.Tensor | None:
-        """b [n], which is added to the scores only as experts are chosen; None without `bias_update_rate`."""
+        """Biases b [n], added to the scores only to choose experts; None without `bias_update_rate`."""
         rate = self.settings.bias_update_rate
         return self.bias_steps * rate if rate else None
 
@@ -171,7 +171,10 @@ class Router(nn.Module):
             return self._checked_logits(x_TD, token_ids)
 
     def _checked_logits(self, x_TD: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits. A router of a user's own that gives other shapes would leave out experts silently."""
+        """
+        Return the logits, or raise if shape or dtype are wrong. A user's router with another shape would silently leave
+        out experts.
+        """
         kind = f"router_type={self.settings.type!r}"
         if not self.needs_token_ids:
             logits_TN = self.logits(x_TD)
@@ -190,16 +193,16 @@ class Router(nn.Module):
     @torch.no_grad()
     def fold(self, k: int = 1, normalize: bool = False) -> torch.Tensor:
         """
-        The weight of the equivalent linear gate, float64 [n, d].
+        Return the weight of the equivalent linear gate, float64 [n, d].
 
         Args:
             k: top_k, used to compare both on random tokens.
-            normalize: normalize_top_k, used likewise.
+            normalize: normalize_top_k, used in the same way.
 
         Raises:
             ValueError: no linear gate with a softmax over the top k is equivalent; the message says why.
         """
-        if next(self.parameters(), torch.empty(())).device.type == "mps":  # which has no float64
+        if next(self.parameters(), torch.empty(())).device.type == "mps":  # it has no float64
             return copy.deepcopy(self).cpu().fold(k, normalize)
         if self.no_fold:
             raise InputError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
@@ -224,7 +227,7 @@ class Router(nn.Module):
         return weight_ND
 
     def _folded(self) -> torch.Tensor:
-        """The folded weight. This version works for any router whose logits are linear in its input."""
+        """Return the folded weight. This version works for any router with logits linear in its input."""
         like = next(self.parameters(), torch.empty(()))
         unit_DD = torch.eye(self.hidden_size, dtype=torch.float64, device=like.device)
         return self._checked_logits(unit_DD, None).T.contiguous()
@@ -239,8 +242,8 @@ class Router(nn.Module):
 
 def _saved_as(stored_TD: torch.Tensor, x_TD: torch.Tensor) -> AbstractContextManager:
     """
-    Inside the block, autograd keeps a router's input as it is stored and not a float32 copy, which it makes again in
-    the backward pass. Not where a checkpoint or another hook decides what is kept, or a compiler.
+    Make autograd keep a router's input as it is stored, inside the block, and not as a float32 copy. The backward pass
+    makes the copy again. No effect if a checkpoint, another hook or a compiler decides on saved tensors.
     """
     if stored_TD.dtype == x_TD.dtype or not torch.is_grad_enabled():
         return nullcontext()
@@ -281,8 +284,8 @@ class SwitchRouter(LinearRouter):
     Top-1 with the probability as gate (Fedus et al., 2021, section 2.1).
 
     In training, an expert takes at most `capacity_factor · T / n` of a batch's T tokens: the first ones, including
-    padding. The experts do not change the others. In evaluation no token is dropped, so that an output does not depend
-    on the rest of the batch; the router is then a linear gate with top_k=1 and normalize_top_k=False.
+    padding. The other tokens get no update. In evaluation no token is dropped, so an output does not depend on the rest
+    of the batch. The router is then a linear gate with top_k=1 and normalize_top_k=False.
     """
 
     only_top_k = 1
@@ -305,8 +308,8 @@ class SigmoidRouter(LinearRouter):
 
 class ArrowRouter(Router):
     """
-    The absolute value of a linear gate's logits: how much of a token lies along each expert's direction, whatever its
-    sign (Arrow, Ostapenko et al., 2024, arXiv 2405.11157). `moe_peft.init_gates` takes the directions from the LoRAs.
+    Absolute values of a linear gate's logits: how much of a token lies along each expert's direction, whatever its sign
+    (Arrow, Ostapenko et al., 2024, arXiv 2405.11157). `moe_peft.init_gates` takes the directions from the LoRAs.
     """
 
     no_fold = "its logits are absolute values, which no linear gate gives"
@@ -342,7 +345,7 @@ class TopPRouter(LinearRouter):
 
 
 class ThresholdRouter(LinearRouter):
-    """The experts, at most top_k, whose probability is at least `threshold` (1/n if None), and always the best one."""
+    """The experts, at most top_k, with a probability of at least `threshold` (1/n if None), and always the best one."""
 
     no_fold = "the number of experts varies from token to token"
     leaves_out = True
@@ -374,14 +377,14 @@ class MLPRouter(Router):
 class AttentionRouter(Router):
     """
     A mixture of m routers in the form of attention heads, `S_i = mix_j (W^j x)·K_i/√d'`, where d' is the width of the
-    base's queries divided by m (Router Upcycling, section 3.3). Its initial values are random;
-    `init_attention_routers` takes them from a base's attention.
+    base's queries divided by m (Router Upcycling, section 3.3). Its initial values are random. `init_attention_routers`
+    takes them from a base's attention.
 
-    `key` is [n, c, d']; only the best of an expert's c keys counts. With the mixture "max", `query` holds all W^j,
-    [m, d', d]. With "sum", all W^j get the same gradient, and their mean, `mean_query` [1, d', d], is enough. It counts
-    m times but has the gradient of one of them, so that their sum and the keys take the steps of m matrices under SGD,
-    Adam and AdamW, weight decay included (not Adam's L2 penalty, which bends each by its own values), if gradient
-    clipping counts it m times (`stands_for`).
+    `key` is [n, c, d']. Only the best of an expert's c keys counts. With the mixture "max", `query` holds all W^j,
+    [m, d', d]. With "sum", all W^j get the same gradient, so their mean, `mean_query` [1, d', d], is enough. It counts
+    m times, but has the gradient of one W^j. So the sum of the W^j and the keys take the steps of m matrices under SGD,
+    Adam and AdamW, weight decay included, if gradient clipping counts the mean m times (`stands_for`). Adam's L2
+    penalty is an exception: it bends each matrix by its own values.
     """
 
     needs_attention = True
@@ -419,7 +422,7 @@ class AttentionRouter(Router):
         return scores_TQK.view(-1, queries, *self.key.shape[:2]).amax(dim=(1, 3))
 
     def _queries(self, dtype: torch.dtype) -> torch.Tensor:
-        """The queries to take the best of: all [m, d', d], or their sum [1, d', d] with the gradient of one."""
+        """Return the queries to take the best of: all [m, d', d], or their sum [1, d', d] with the gradient of one."""
         if self.settings.mixture == "max":
             return self.query.to(dtype)
         mean_1WD = self.mean_query.to(dtype)
@@ -446,7 +449,9 @@ class AttentionRouter(Router):
 
 
 def folded_weight(query_WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:
-    """The linear gate [n, d] of an attention router with one key per expert, from the sum of its queries [d', d]."""
+    """
+    Return the linear gate [n, d] of an attention router with one key per expert, from the sum of its queries [d', d].
+    """
     return key_N1W.squeeze(1) @ query_WD / math.sqrt(key_N1W.shape[-1])
 
 
@@ -463,7 +468,8 @@ class PooledRouter(Router):
         d, n = x_TD.shape[-1], self.num_experts
         if d % n == 0:
             return x_TD.unflatten(-1, (n, d // n)).mean(-1)
-        # Parts that overlap by one: as adaptive pooling has them, whose backward is not deterministic on CUDA.
+        # Parts overlap by one, as in adaptive pooling. The backward of torch's adaptive pooling is not deterministic on
+        # CUDA.
         i_N1, j_D = torch.arange(n, device=x_TD.device).unsqueeze(1), torch.arange(d, device=x_TD.device)
         part_ND = ((j_D >= i_N1 * d // n) & (j_D * n < (i_N1 + 1) * d)).to(x_TD.dtype)
         return F.linear(x_TD, part_ND / part_ND.sum(1, keepdim=True))
@@ -474,7 +480,7 @@ class HashRouter(Router):
     A fixed map from token ids to experts (Hash Layers, Roller et al., 2021, arXiv 2106.04426, "random hash").
 
     A token id has the same k random experts in every context, with gates 1/k. Expert i's logit is a hash of the token
-    id and of entry i of `salt`, uniform in [0, 1). Each layer draws a salt of its own, which is saved with the adapter.
+    id and of entry i of `salt`, uniform in [0, 1). Each layer draws its own salt. The salt is saved with the adapter.
     """
 
     needs_token_ids = True
@@ -486,11 +492,11 @@ class HashRouter(Router):
         self.register_buffer("salt", torch.randint(2**62, (self.num_experts,)))
 
     def token_logits(self, x_TD: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        # splitmix64 without its last step, which does not reach the bits below. Products of int64 wrap around.
+        # splitmix64 without its last step, because it does not reach the bits below. Products of int64 wrap around.
         hash_TN = token_ids_T.to(self.salt.device).unsqueeze(1).long() + self.salt
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
-        # Keep 24 bits, which float32 holds exactly. The lowest of them are the expert's index, so no logits are equal.
+        # Keep 24 bits: float32 holds them exactly. The lowest of them are the expert's index, so no logits are equal.
         index_bits = (self.num_experts - 1).bit_length()
         index_N = torch.arange(self.num_experts, device=hash_TN.device)
         hash_TN = (_shifted(hash_TN, 40 + index_bits) << index_bits) + index_N
@@ -524,12 +530,12 @@ ROUTERS: dict[str, type[Router]] = {
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
     """
-    The router that `settings.type` names.
+    Return a new router of the kind named by `settings.type`.
 
     Args:
         hidden_size: d, the size of the router's input.
         num_experts: n.
-        settings: its type, and what this type reads.
+        settings: the router's type, and the settings read by this type.
 
     Returns:
         a module from hidden states [T, d] to logits [T, n].

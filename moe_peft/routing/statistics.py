@@ -18,7 +18,7 @@ from .gates import check_top_k, stacked
 
 def compliance(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN: torch.Tensor) -> torch.Tensor:
     """
-    `Σ_e m_e p_e`, the probability that routers give to the experts of a token's label.
+    Return `Σ_e m_e p_e`, the probability given by routers to the experts of a token's label.
 
     Args:
         router_logits: one [T, n] per layer, or [L, T, n].
@@ -44,7 +44,7 @@ def compliance(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN:
 
 def entropies(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """
-    Entropy of the routers' distributions.
+    Return the entropy of the routers' distributions.
 
     Args:
         router_logits: one [T, n] per layer, or [L, T, n].
@@ -66,8 +66,8 @@ def entropies(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Ten
 
 def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) -> torch.Tensor:
     """
-    Number of (token, slot) assignments per expert of a top-k choice without steering. `chosen_experts` has what a
-    router really did.
+    Count the (token, slot) assignments per expert of a top-k choice without steering. `chosen_experts` counts the
+    actual choice of a router.
 
     Args:
         logits_TN: router logits [T, n].
@@ -75,7 +75,7 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
         k: experts per token.
 
     Returns:
-        float64 [n], which sum to k times the number of tokens that count.
+        float64 [n]. The sum is k times the number of tokens that count.
 
     Example:
 
@@ -96,7 +96,7 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
 
 def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_experts: int) -> torch.Tensor:
     """
-    The experts that serve each token: those that were chosen with a gate other than 0.
+    Return the experts that serve each token, chosen with a gate other than 0.
 
     Args:
         experts_TK: the chosen experts, int64 [T, k], or [L, T, k] of several layers.
@@ -124,7 +124,8 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
 
 def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
     """
-    How many experts a token's gates amount to, `(Σg)² / Σg²`: k if they are equal, near 1 if one has almost all.
+    Return the effective number of experts in a token's gates, `(Σg)² / Σg²`: k if they are equal, near 1 if one has
+    almost all.
 
     Args:
         gates_TK: gates or probabilities [T, k]; a common factor does not matter.
@@ -149,13 +150,13 @@ def counted_experts(
     routers: Sequence[Any], router_logits: Sequence[torch.Tensor] | torch.Tensor, ks: Sequence[int]
 ) -> list[torch.Tensor] | None:
     """
-    The experts that the balancing loss counts, bool [T, n] per layer: without those that a router's own rule leaves
-    out, as "top_p" does, and with its biases, but before the capacity of "switch". None if all routers choose the k
+    Return the experts counted by the balancing loss, bool [T, n] per layer. They are chosen by a router's own rule,
+    such as "top_p", and with its biases, but before the capacity of "switch". Return None if all routers choose the k
     best of one k.
 
     Args:
         routers: one per layer, of this package or a native MoE's gate.
-        router_logits: theirs, [T, n] per layer.
+        router_logits: the routers' logits, [T, n] per layer.
         ks: active experts per token, per layer.
     """
     if len(set(ks)) == 1 and not any(map(_has_rule, routers)):
@@ -164,7 +165,7 @@ def counted_experts(
     for router, logits_TN, k in zip(routers, router_logits, ks, strict=True):
         if _has_rule(router):
             own_TN = logits_TN.detach()
-            if router.num_experts < own_TN.shape[-1]:  # they are padded to the largest layer's
+            if router.num_experts < own_TN.shape[-1]:  # padded to the largest layer's n
                 own_TN = own_TN[:, : router.num_experts]
             gates_TK, experts_TK = router.choose(own_TN, k, True)
         else:
@@ -174,17 +175,18 @@ def counted_experts(
 
 
 def _has_rule(router: Any) -> bool:
-    """Whether a router may choose others than those with the k largest logits."""
+    """Return whether a router may choose other experts than the k largest logits do."""
     return getattr(router, "leaves_out", False) or getattr(router, "expert_bias", None) is not None
 
 
-# Linear gates with random weights on the FFN inputs of a pretrained model (SmolLM2-135M-Instruct, 30 layers,
-# 4 to 64 experts, 1 to 8 of them active): the load varies by 0.27 to 0.39 of the most that it can, √(n/k - 1), in
-# nine of ten layers by less than 0.55; about n of 100 experts get next to nothing; up to 3 layers are monopolies.
+# Measured with linear gates with random weights on the FFN inputs of a pretrained model (SmolLM2-135M-Instruct, 30
+# layers, 4 to 64 experts, 1 to 8 of them active). The load varies by 0.27 to 0.39 of the maximum, √(n/k - 1), and in
+# nine of ten layers by less than 0.55. About n of 100 experts get next to nothing. Up to 3 layers are monopolies.
 _UNTRAINED, _UNEVEN, _MONOPOLY = 0.35, 0.5, 0.7
 _DEAD_PER_EXPERT, _MOST_DEAD, _MOST_MONOPOLIES = 0.015, 0.5, 0.1  # shares of experts, and of layers
 _DEAD, _DEAD_OF_EVEN = 0.01, 0.25
-# A load is judged only if it varies by more than this many times what even routing gives by chance.
+# A load is judged only if its variation, or the variation of untrained gates, is more than this many times the
+# variation of even routing by chance.
 _CLEARLY = 3.0
 REMEDY = "raise `router_aux_loss_coef` to 0.1, with `router_balancing='layer'`"
 
@@ -196,13 +198,13 @@ class LoadHealth:
 
     Args:
         variation: the coefficient of variation of the loads in a layer, averaged over layers.
-        untrained: about what gates with random weights have.
-        by_chance: what as many random assignments have.
+        untrained: about the variation of gates with random weights.
+        by_chance: the variation of as many random assignments.
         dead: experts with less than 1 % of their layer's assignments (a quarter of the even load, if that is less).
-        experts: of all layers.
-        monopolies: layers whose load varies by more than 0.7 of the most that it can: as many experts as serve each
-            token serve nearly all tokens.
-        layers: with experts.
+        experts: number of experts in all layers.
+        monopolies: layers with a load that varies by more than 0.7 of the maximum: as many experts as serve each token
+            serve nearly all tokens.
+        layers: number of layers with experts.
 
     Example:
 
@@ -237,7 +239,8 @@ class LoadHealth:
     def status(self) -> Literal["even", "uneven", "collapsed", "unknown"]:
         """
         "collapsed": more layers are monopolies, or more experts dead, than with untrained gates. "uneven": the load
-        varies by clearly more than theirs. "unknown": there are too few assignments to tell it from even routing.
+        varies clearly more than with untrained gates. "unknown": there are too few assignments to tell the load from
+        even routing.
         """
         if self.by_chance == 0 or self.untrained <= _CLEARLY * self.by_chance >= self.variation:
             return "unknown"
@@ -248,12 +251,12 @@ class LoadHealth:
 
     @property
     def warning(self) -> str:
-        """What is wrong and what to try in training, in one line; "" if nothing is."""
+        """Finding and remedy in one line; empty if nothing is wrong."""
         return f"{self.finding}. Try this: {REMEDY}" if self.finding else ""
 
     @property
     def finding(self) -> str:
-        """What is wrong, in one line; "" if nothing is."""
+        """Status and fault in one line; empty if nothing is wrong."""
         status = self.status
         return f"{status}: {self}" if status in ("uneven", "collapsed") else ""
 
@@ -270,15 +273,15 @@ class LoadHealth:
 
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) -> LoadHealth:
     """
-    How evenly the assignments are spread over experts.
+    Measure how evenly the assignments are spread over experts.
 
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
-        tokens: how many tokens they come from.
+        tokens: number of tokens with these assignments.
 
     Returns:
-        the layers' variations, and what they amount to in a word or a sentence.
+        the layers' variations, with a verdict in a word or a sentence.
 
     Example:
 
@@ -313,13 +316,13 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
 
 def variation(load_N: torch.Tensor) -> float:
     """
-    The coefficient of variation of a layer's load: the standard deviation divided by the mean.
+    Return the coefficient of variation of a layer's load: the standard deviation divided by the mean.
 
     Args:
         load_N: the experts' assignments, or shares of them, [n].
 
     Returns:
-        0 if the load is even; at most `√(n/k - 1)`, where k experts serve every token.
+        0 if the load is even; at most `√(n/k - 1)`, if k experts serve every token.
 
     Example:
 

@@ -1,1 +1,1 @@
-"""The routed parts of a model, either with a MoE-LoRA adapter or a native transformers MoE."""
+"""The routed parts of a model with a MoE-LoRA adapter, or of a native transformers MoE."""

@@ -1,8 +1,8 @@
 """
-Router Upcycling: initializes routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1).
+Router Upcycling: initializes routers from a base model's attention heads (sections 3.2 and 5.2.1 of the paper).
 
-`init_attention_routers` changes a model; `attention_gates` computes the gates of a MoE that is still to be made. Then
-come the routers of a model, and what is read from its attentions.
+`init_attention_routers` changes a model. `attention_gates` computes the gates of a MoE before it is made. Then come
+helpers to find a model's routers and to read its attentions.
 
 Legend: H query heads of width w, K = H'·w of all key heads, d hidden size, m routers, n experts, d' = H·w/m the width
 of a router.
@@ -37,18 +37,18 @@ def init_attention_routers(
     dense: nn.Module | None = None,
 ) -> None:
     """
-    Initialize the routers from the attention of their layers. Queries come from the query projection, and one key per
-    expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
+    Initialize the routers from the attention of their layers. Queries come from the query projection. One key per
+    expert comes from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
 
     Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
-    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with query
-    heads that share a key head, the key is divided among them (`moe_peft.routing.attention_heads.share_keys`).
+    The query projection may be quantized. Its bias is ignored. If experts would get the same key, as with query heads
+    that share a key head, the key is divided among them (`moe_peft.routing.attention_heads.share_keys`).
 
-    - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
-      get the linear gate that the mixture "sum" folds into.
-    - The gates of a native MoE become attention routers with the mixture "sum", which are trained instead; see
-      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that have already
-      replaced the gates are initialized like those of adapters. `fold_routers` turns what folds into plain gates again.
+    - Adapters with `router_type="attention"` get queries and keys. Adapters with a linear gate ("linear", "sigmoid", …)
+      get the linear gate equivalent to the mixture "sum".
+    - The gates of a native MoE become attention routers with the mixture "sum", to be trained instead; see
+      `replace_routers`. For other settings, such as the mixture "max", call `replace_routers` first: its routers are
+      then initialized like an adapter's. `fold_routers` turns routers that fold into plain gates again.
 
     Args:
         model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
@@ -56,8 +56,8 @@ def init_attention_routers(
             `attention_mask` [B, S].
         num_heads: m, for routers that are not attention routers yet. None: n.
         adapter_name: the adapter; the active one if None.
-        dense: for a native MoE, the dense model that it was upcycled from, whose attention is read instead. The paper's
-            keys are the dense model's; those of a MoE whose experts were perturbed (`drop`, `noise`) differ.
+        dense: for a native MoE, the dense model it was upcycled from. Its attention is read instead, because the
+            paper's keys are the dense model's. Keys of a MoE with perturbed experts (`drop`, `noise`) differ.
 
     Raises:
         ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
@@ -94,13 +94,14 @@ def attention_gates(
     dense: nn.Module, batches: Iterable[Mapping[str, Any]], num_experts: int, num_heads: int | None = None
 ) -> list[torch.Tensor]:
     """
-    For each layer of a dense model, the linear gate [n, d] that an attention router with the mixture "sum" folds into.
+    Return, for each layer of a dense model, the linear gate [n, d] equivalent to an attention router with the mixture
+    "sum".
 
     Args:
         dense: a dense model.
         batches: see `init_attention_routers`.
         num_experts: n.
-        num_heads: m, at most n. None: the largest that fits, see `fitting_heads`.
+        num_heads: m, at most n. None: the largest number that fits, see `fitting_heads`.
     """
     attentions = _attentions(dense)
     if num_heads is None:
@@ -113,7 +114,7 @@ def attention_gates(
 
 
 def _attentions(dense: nn.Module) -> list[Any]:
-    """The attentions of all layers of a dense model."""
+    """Return the attentions of all layers of a dense model."""
     attentions = [module for module in base_model(dense).modules() if is_attention(module)]
     if len(attentions) != text_config(dense).num_hidden_layers:
         raise no_attention(dense)
@@ -123,7 +124,7 @@ def _attentions(dense: nn.Module) -> list[Any]:
 def _weights(
     model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]], sizes: list[tuple[int, int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Queries [m, d', d] and keys [n, c, d'] from each attention; `sizes` holds (m, n)."""
+    """Return queries [m, d', d] and keys [n, c, d'] from each attention. `sizes` holds (m, n)."""
     means = attention_means(model, attentions, batches)
     return [
         attention_weights(query_weight(attention), mean.key_K, mean.input_D, int(attention.head_dim), m, n)
@@ -132,7 +133,7 @@ def _weights(
 
 
 def _counterpart(model: nn.Module, path: str, source: nn.Module) -> Any:
-    """The attention of `source` that corresponds to that at `path` in `model`."""
+    """Return the attention of `source` that corresponds to `path` in `model`."""
     attention = model.get_submodule(path)
     if source is model:
         return attention
@@ -154,7 +155,7 @@ def _counterpart(model: nn.Module, path: str, source: nn.Module) -> Any:
 
 
 def _checked_layers(model: nn.Module, adapter_name: str | None) -> list[Any]:
-    """The routed layers on FFNs, whose routers can be initialized from an attention."""
+    """Return the routed layers on FFNs. Raise if a router cannot be initialized from an attention."""
     layers: list[Any]
     if is_adapted(model, adapter_name, "init_attention_routers"):
         every = adapter_layers(model, adapter_name, "init_attention_routers")
@@ -175,7 +176,10 @@ def _checked_layers(model: nn.Module, adapter_name: str | None) -> list[Any]:
 
 
 def _heads(layer: Any, num_heads: int | None) -> int:
-    """m: a native MoE's own gate becomes an attention router, and an attention router's own settings give it."""
+    """
+    Return m, from the settings of an attention router. For a native MoE's own gate, return `num_heads` or n. For a
+    linear gate, m is at most n.
+    """
     router, n = layer.router, layer.num_experts
     if not isinstance(router, Router):
         return num_heads or n
@@ -196,7 +200,7 @@ def _linear_heads(num_heads: int | None, n: int) -> int:
     return num_heads or n
 
 
-# --- what is read of attentions --------------------------------------------------------------------------------------
+# --- reading attentions ----------------------------------------------------------------------------------------------
 
 
 class AttentionMeans(NamedTuple):
@@ -207,12 +211,12 @@ class AttentionMeans(NamedTuple):
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether its queries and keys can be read."""
+    """Return whether a module's queries and keys can be read."""
     return all(hasattr(module, name) for name in ("q_proj", "k_proj", "head_dim"))
 
 
 def attention_before(model: nn.Module, path: str) -> str:
-    """The path of the attention in the layer that the FFN or gate at `path` belongs to."""
+    """Return the path of the attention in the layer of the FFN or gate at `path`."""
     while path:
         path = path.rpartition(".")[0]
         attentions = {
@@ -235,7 +239,10 @@ def no_attention(model: nn.Module) -> InputError:
 
 
 def query_weight(attention: Any) -> torch.Tensor:
-    """The weight of the query projection [H·w, d], float32. For a quantized one it is computed from its outputs."""
+    """
+    Return the weight of the query projection [H·w, d], float32. A quantized weight is computed from the projection's
+    outputs.
+    """
     linear: Any = without_adapters(attention.q_proj)
     weight_HD = _weight(linear)
     if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
@@ -260,7 +267,7 @@ def _weight(linear: Any) -> torch.Tensor:
 def attention_means(
     model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
 ) -> list[AttentionMeans]:
-    """Means of each attention over all real tokens of the batches, with adapters disabled."""
+    """Return the means of each attention over all real tokens of the batches, with adapters disabled."""
     keys: list[Any] = [0.0] * len(attentions)
     inputs: list[Any] = [0.0] * len(attentions)
     tokens: Any = [0.0] * len(attentions)

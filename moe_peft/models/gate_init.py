@@ -1,9 +1,9 @@
 """
-Gates without training, for experts that exist already (LoRA adapters, dense checkpoints). `GATE_INITS` is the table of
-ways; a further one is a class and a line there.
+Gates without training, for existing experts (LoRA adapters, dense checkpoints). `GATE_INITS` is the table of
+initializers. A new one is a class and a line there.
 
-A way says which sums it needs of the inputs x of a routed layer, and what gates these give. Sums do not depend on the
-order of the calibration texts, and all layers take theirs in one pass over the base.
+An initializer says which sums it needs of the inputs x of a routed layer, and computes gates from the sums. Sums do not
+depend on the order of the calibration texts. All layers take their sums in one pass over the base.
 
 Legend: B texts of a batch, S positions, T real tokens, n experts, d hidden size, r rank.
 """
@@ -28,18 +28,18 @@ from .layer import Updates, adapter_layers
 
 Sums = dict[str, torch.Tensor]
 
-# --- ways ------------------------------------------------------------------------------------------------------------
+# --- initializers ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Texts:
     """
-    The calibration texts of a batch.
+    Calibration texts of a batch.
 
     Args:
-        expert_B: the expert that each text is for, int64 [B].
-        negative_B: whether it is an example of what that expert is *not* for, bool [B].
-        text_T: which text each real token belongs to, int64 [T].
+        expert_B: the expert for each text, int64 [B].
+        negative_B: whether the text is an example of what the expert is *not* for, bool [B].
+        text_T: the text of each real token, int64 [T].
         num_experts: n.
     """
 
@@ -51,7 +51,7 @@ class Texts:
 
 class GateInit:
     """
-    The base class of ways to set gates without training; its fields are settings.
+    Base class of initializers: they set gates without training. Fields are settings.
 
     Example:
 
@@ -71,21 +71,21 @@ class GateInit:
     ```
     """
 
-    router_type: ClassVar[str] = "linear"  # the router that computes with such gates
+    router_type: ClassVar[str] = "linear"  # the kind of router for such gates
     needs_texts: ClassVar[bool] = True
-    top_k: ClassVar[int] = 1  # experts per token that go well with such gates
+    top_k: ClassVar[int] = 1  # suitable number of experts per token for such gates
 
     def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
-        """What to add up over batches, of the inputs of a layer at real tokens, float64 [T, d]."""
+        """Return the sums to add up over batches, from the inputs of a layer at real tokens, float64 [T, d]."""
         raise NotImplementedError
 
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
         """
-        The gates [n, d].
+        Return the gates [n, d].
 
         Args:
-            sums: the added up `sums`; none if `needs_texts` is False.
-            updates: the LoRA experts of the layer, with their scaling; none for dense checkpoints.
+            sums: the added up `sums`; empty if `needs_texts` is False.
+            updates: the LoRA experts of the layer, without their common scaling; empty for dense checkpoints.
         """
         raise NotImplementedError
 
@@ -93,15 +93,15 @@ class GateInit:
 @dataclass(frozen=True)
 class RidgeGates(GateInit):
     """
-    Ridge regression from a token's x to the expert whose text it is from, `W = (XᵀX + λI)⁻¹ XᵀY` with the columns
-    divided by their norms, and logits `Wᵀx / τ` (DUME, arXiv 2603.29765, without the column of ones: gates have no
-    bias). 1/τ is part of the weight.
+    Ridge regression from a token's x to the expert of its text, `W = (XᵀX + λI)⁻¹ XᵀY` with the columns divided by
+    their norms, and logits `Wᵀx / τ` (DUME, arXiv 2603.29765, without the column of ones: gates have no bias). 1/τ is
+    part of the weight.
 
     Args:
         penalty: λ.
         temperature: τ.
-        by_expert: keep XᵀX of each expert's texts, which takes n times the memory. An expert can then join with only
-            its own texts, and without one the gates are those that the others would have had from the start.
+        by_expert: keep XᵀX of each expert's texts, in n times the memory. An expert can then join with only its own
+            texts. Gates without an expert are then the same as if the expert had never been there.
     """
 
     penalty: float = 1e-2
@@ -133,12 +133,12 @@ class RidgeGates(GateInit):
 @dataclass(frozen=True)
 class PromptGates(GateInit):
     """
-    Row i is the mean over expert i's texts minus the mean over its negative ones, divided by its norm (the gates
-    "hidden" of mergekit's mixtures, but of the FFN's input, which the gate multiplies). An expert without negative
-    texts has those of the other experts.
+    Row i is the mean over expert i's texts minus the mean over its negative texts, divided by its norm. These are the
+    gates "hidden" of mergekit's mixtures, but from the FFN's input, the input of the gate. For an expert without
+    negative texts, the texts of the other experts are negative.
 
     Args:
-        pooling: what a text is: the `"mean"` of its tokens' x, or its `"last"` one.
+        pooling: how to represent a text: by the `"mean"` of its tokens' x, or by the `"last"` token's.
     """
 
     top_k: ClassVar[int] = 2
@@ -166,11 +166,11 @@ class PromptGates(GateInit):
 @dataclass(frozen=True)
 class ArrowGates(GateInit):
     """
-    Row i is the top right singular vector of expert i's updates B A on the projections that read x, and a logit is
-    `|v·x|` (Arrow, arXiv 2405.11157). It needs no data, but LoRA experts, and does not fold into a linear gate.
+    Row i is the top right singular vector of expert i's updates B A on the projections of x, and a logit is `|v·x|`
+    (Arrow, arXiv 2405.11157). It needs LoRA experts but no data, and does not fold into a linear gate.
 
     Args:
-        iterations: of the power method.
+        iterations: number of steps of the power method.
     """
 
     router_type: ClassVar[str] = "arrow"
@@ -182,13 +182,13 @@ class ArrowGates(GateInit):
             raise InputError(
                 "gates='arrow': no LoRA expert reads the input of a routed layer; use 'ridge' or 'prompts'"
             )
-        factors = [(double(A), double(B).mT @ double(B)) for A, B in updates]  # B only counts as BᵀB [n, r, r]
+        factors = [(double(A), double(B).mT @ double(B)) for A, B in updates]  # B enters only as BᵀB [n, r, r]
         n, _, d = factors[0][0].shape
         generator = torch.Generator().manual_seed(0)
         v_ND1 = torch.randn(1, d, 1, generator=generator, dtype=torch.float64).to(factors[0][0]).expand(n, d, 1)
         for _ in range(self.iterations):
             v_ND1 = F.normalize(sum(A.mT @ (BB @ (A @ v_ND1)) for A, BB in factors), dim=1)  # type: ignore[arg-type]
-        return v_ND1.squeeze(-1)  # zero for an expert that updates none of them
+        return v_ND1.squeeze(-1)  # zero for an expert without an update of x
 
 
 GATE_INITS: dict[str, type[GateInit]] = {"ridge": RidgeGates, "prompts": PromptGates, "arrow": ArrowGates}
@@ -208,21 +208,21 @@ def init_gates(
     """
     Set the gates of a MoE-LoRA adapter's experts without training.
 
-    A router with linear logits keeps its kind; others become linear gates, or with `"arrow"` Arrow routers.
+    A router with linear logits keeps its kind. Other routers become linear gates, or Arrow routers with `"arrow"`.
 
     Args:
-        model: a model with a MoE-LoRA adapter, such as `lora_to_moe` makes.
-        gates: a name in `GATE_INITS`, or a way with other settings, such as `RidgeGates(temperature=0.2)`.
-        batches: calibration texts, as `moe_peft.training.preparation.calibration_batches` makes them: `input_ids`
-            [B, S]; if there is padding, `attention_mask` [B, S]; `expert` [B], the expert that each text is for; and,
-            if some are examples of what it is not for, `negative` [B]. They run through the base once, without the
+        model: a model with a MoE-LoRA adapter, for example from `lora_to_moe`.
+        gates: a name in `GATE_INITS`, or an initializer with other settings, such as `RidgeGates(temperature=0.2)`.
+        batches: calibration texts, for example from `moe_peft.training.preparation.calibration_batches`: `input_ids`
+            [B, S]; with padding, `attention_mask` [B, S]; `expert` [B], the expert for each text; and, if some texts
+            are examples of what their expert is not for, `negative` [B]. They run through the base once, without the
             adapter.
-        former: sums of other experts' texts, which an earlier call with `RidgeGates(by_expert=True)` returned; the
-            batches are added to them.
+        former: sums of other experts' texts, returned by an earlier call with `RidgeGates(by_expert=True)`. The batches
+            are added to them.
         adapter_name: the adapter; the active one if None.
 
     Returns:
-        the sums of each routed layer, as the way needs them.
+        the sums of each routed layer, as needed by the initializer.
 
     Raises:
         ValueError: the model has no such adapter; an expert has no text; or, with `"arrow"`, no LoRA reads a layer's
@@ -265,7 +265,7 @@ def init_gates(
 def dense_gates(
     dense: nn.Module, gates: str | GateInit, batches: Iterable[Mapping[str, Any]], num_experts: int
 ) -> list[torch.Tensor]:
-    """Gates [n, d] for the FFN of each layer of a dense model, float64; see `init_gates`."""
+    """Return gates [n, d] for the FFN of each layer of a dense model, float64; see `init_gates`."""
     way = find_gate_init(gates)
     ffns = [module for module in dense.modules() if find_layout(module) is not None]
     with torch.no_grad():
@@ -275,6 +275,8 @@ def dense_gates(
 
 def find_gate_init(gates: str | GateInit) -> GateInit:
     """
+    Return the initializer for a name. An initializer is returned unchanged.
+
     Raises:
         ValueError: no such name.
     """
@@ -289,7 +291,7 @@ def _sums(
     model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit, batches: Any,
     former: Sequence[Sums] | None = None,
 ) -> list[Sums]:  # fmt: skip
-    """The sums of each module's inputs over all real tokens, in one pass over the base, added to former ones."""
+    """Return the sums of each module's inputs over all real tokens, in one pass over the base, added to `former`."""
     sums: list[Sums] = [{} for _ in modules]
     if not way.needs_texts:
         return sums

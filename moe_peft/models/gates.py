@@ -1,6 +1,6 @@
 """
-The gates of a whole model: sets them to given weights, to equivalent linear ones, or to 1/n for a while, and asks them
-which expert a text is for.
+Operations on all gates of a model: set them to given weights, to equivalent linear gates, or to 1/n for a while, and
+ask them for the expert of a text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..utils.messages import InputError
 from .introspection import base_passes, counted_tokens, text_config
 from .layer import AdapterLayer, adapter_layers, native_layers, routed_layers
 
-# Fields of a native MoE's config while routers have replaced its gates: their settings, and what the gates did.
+# Fields of a native MoE's config while routers replace its gates: the routers' settings, and the gates' own top_k and
+# normalization.
 CONFIG_FIELD = "moe_peft_router"
 STOCK_FIELD = "moe_peft_stock_gate"
 
@@ -31,16 +32,16 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
     Switch's (without its capacity limit), and any other router that folds.
 
-    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
-    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
-    transformers loads without this package. Linear gates stay as they are.
+    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates replaced by
+    `replace_routers` or `init_attention_routers` become the family's own again. The model then saves to a checkpoint
+    that transformers loads without this package. Linear gates stay unchanged.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
         adapter_name: the adapter; the active one if None.
 
     Raises:
-        ValueError: a router does not fold; the message says why, and nothing is changed.
+        ValueError: a router does not fold. The message says why, and nothing is changed.
 
     Example:
 
@@ -77,7 +78,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
 
 
 def is_adapted(model: nn.Module, adapter_name: str | None, caller: str) -> bool:
-    """Whether the routers of a model are an adapter's, and not those of a native MoE."""
+    """Return whether the routers of a model are an adapter's, not a native MoE's."""
     adapted = isinstance(routed_layers(model, caller)[0], AdapterLayer)
     if not adapted and adapter_name is not None:
         raise InputError(f"{caller}: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
@@ -88,8 +89,8 @@ def put_gates(
     model: nn.Module, layers: Sequence[AdapterLayer], router_type: str, weights: Sequence[torch.Tensor]
 ) -> None:
     """
-    Give the routers of an adapter these weights [n, d]; a router of another kind than `router_type` is replaced, unless
-    both are linear gates.
+    Set the routers of an adapter to these weights [n, d]. A router of another kind than `router_type` is replaced,
+    unless both are linear gates.
     """
     replaced = [layer.set_gate(weight_ND, router_type) for layer, weight_ND in zip(layers, weights, strict=True)]
     if not any(replaced):
@@ -106,14 +107,14 @@ def put_gates(
 @contextmanager
 def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | None = None) -> Iterator[None]:
     """
-    A context manager: inside the block, all experts that have updates have gates 1/n. With mixing `"projection"`, that
-    is the mean of the LoRAs' updates.
+    Set the gates of all experts with updates to 1/n inside the `with` block. With mixing `"projection"`, the layer then
+    computes the mean of the LoRAs' updates.
 
     Args:
-        mixing: of an adapter; None: its own.
+        mixing: mixing of the adapter inside the block; None: unchanged.
     """
     with ExitStack() as stack:
-        stack.callback(_sync_configs, model)  # last, when the routers are their own again
+        stack.callback(_sync_configs, model)  # runs last, after the routers are restored
         for layer in routed_layers(model):
             stack.enter_context(layer.with_uniform_gates(mixing))
         yield
@@ -127,13 +128,14 @@ def _sync_configs(model: nn.Module) -> None:
 @torch.no_grad()
 def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
-    The one expert of a mixture that each text is for: that with the largest gate of a softmax, a mean over the text's
-    tokens and over routers, which see the base's hidden states: a pass of the base over the texts. Gates that a mixture
-    was trained with, or that `init_gates` set, can be asked so; `moe_peft.RequestGate` is made for it.
+    Return one expert of a mixture for each text: the expert with the largest gate of a softmax, averaged over the
+    text's tokens and over routers. The routers see the base's hidden states, from one pass of the base over the texts.
+    This works for trained gates and for gates set by `init_gates`. `moe_peft.RequestGate` is made for such requests.
 
     Args:
-        batch: `input_ids` and `attention_mask`, [B, S]. The tokens that count are those that `counted` [B, S] names or,
-            without it, those with the label -100 in `labels` (others are an answer); all, of a text that has no such.
+        batch: `input_ids` and `attention_mask`, [B, S]. Only some tokens count: the tokens marked by `counted` [B, S]
+            or, without it, the tokens with label -100 in `labels` (other tokens are an answer). In a text without such
+            tokens, all count.
 
     Returns:
         Experts, int64 [B], on the CPU.

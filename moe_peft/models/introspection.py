@@ -1,7 +1,7 @@
 """
 Access to a routed model: its backbone and config, and the router logits of its forward passes.
 
-No other module knows where router logits come from. Legend: B rows, S positions, T = B·S tokens, n experts.
+No other module knows how to get router logits. Legend: B rows, S positions, T = B·S tokens, n experts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .layer import NativeLayer, routed_layers
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a `PeftModel`; any other model is returned as it is."""
+    """Return the transformers model inside a `PeftModel`. Any other model is returned unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def backbone(model: Any) -> Any:
-    """The transformers model without its head."""
+    """Return the transformers model without its head."""
     return base_model(model).base_model
 
 
 def text_config(model: Any) -> Any:
-    """The config of the language part, which has the MoE's fields (`num_experts_per_tok`, …)."""
+    """Return the config of the language part, with the MoE's fields (`num_experts_per_tok`, …)."""
     return router_outputs.text_config(base_model(model))
 
 
@@ -46,7 +46,7 @@ NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: those of the model, and the tokenizer's, which training may have changed."""
+    """Return the tokens that end an answer: the model's, and the tokenizer's, which training may have changed."""
     ends = base_model(model).generation_config.eos_token_id
     return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
 
@@ -54,8 +54,8 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 @contextmanager
 def greedy_decoding(model: Any) -> Iterator[None]:
     """
-    Decode greedily inside the block: of the checkpoint's generation config, `model.generate` reads the special tokens
-    alone, and no beams, penalties or sampling.
+    Decode greedily inside the block. `model.generate` reads only the special tokens of the checkpoint's generation
+    config: no beams, penalties or sampling.
     """
     inner = base_model(model)
     usual = inner.generation_config
@@ -68,7 +68,7 @@ def greedy_decoding(model: Any) -> Iterator[None]:
 
 
 def expert_names(model: Any) -> list[str] | None:
-    """The names of the experts of the active adapter, or of a native MoE; None if they have none."""
+    """Return the names of the experts of the active adapter, or of a native MoE; None without names."""
     active = model.active_adapters if isinstance(model, PeftModel) else []
     names = next((own for name in active if (own := getattr(model.peft_config[name], "expert_names", None))), None)
     return names or getattr(text_config(model), NAMES_FIELD, None)
@@ -88,9 +88,9 @@ def base_passes(
     Run batches through the backbone, with adapters disabled.
 
     Args:
-        only: whether nothing else of the passes is of use: each ends with the last of the modules.
-        observe: called as each of the modules runs, with its index, the batch, the batch's mask, 1 for real tokens
-            [B, S], on the module's device, and the module's input and output.
+        only: whether to end each pass after the last of the modules, if the rest of the pass is not needed.
+        observe: called when one of the modules runs, with its index, the batch, the batch's mask on the module's
+            device, 1 for real tokens [B, S], and the module's input and output.
     """
 
     def hook(module: nn.Module, args: tuple, output: torch.Tensor, index: int) -> None:
@@ -122,8 +122,8 @@ class _Done(Exception):
 
 def counted_tokens(batch: Mapping[str, Any], mask_BS: torch.Tensor) -> torch.Tensor:
     """
-    The tokens of texts that say what they are about, bool [B, S]: those that `counted` names, or those without a label;
-    of a text that has none of them, all real tokens.
+    Return the tokens of texts that tell their topic, bool [B, S]: the tokens marked by `counted`, or the tokens without
+    a label. In a text without such tokens, all real tokens count.
     """
     real_BS = mask_BS.bool()
     if "counted" in batch:
@@ -142,11 +142,11 @@ class RoutedPass:
 
     Args:
         router_logits: one [T, n] per router, in the order of `routed_layers`, whatever the order in which they ran.
-        chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
-            forced or masked routing is seen as it happened.
-        experts: the same by slots, int64 [T, k] per router, including those whose gate is 0.
-        gates: those of the slots, [T, k] per router; None where they were not seen.
-        mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
+        chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out. Forced
+            or masked routing is included.
+        experts: the experts by slot, int64 [T, k] per router, including slots with a gate of 0.
+        gates: the gates of the slots, [T, k] per router; None if they were not seen.
+        mask: 1 for real tokens, [B, S]. Longer than S if the pass continues a cache: the cache's tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.
         trains: whether gradients were enabled.
     """
@@ -160,7 +160,7 @@ class RoutedPass:
     trains: bool
 
     def effective(self) -> list[torch.Tensor]:
-        """The effective number of experts of each token (`effective_experts`), [T] per router."""
+        """Return the effective number of experts of each token (`effective_experts`), [T] per router."""
         return [
             effective_experts(logits_TN.detach().float().softmax(-1) * chosen_TN if gates_TK is None else gates_TK)
             for logits_TN, chosen_TN, gates_TK in zip(self.router_logits, self.chosen, self.gates, strict=True)
@@ -171,7 +171,7 @@ class RoutedPass:
 def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Iterator[None]:
     """
     Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
-    change. Passes in which no router ran (adapters may be disabled) are skipped.
+    change. Passes without a router run (adapters may be disabled) are skipped.
     """
     order: list[nn.Module] = []  # the model's routers
 
@@ -180,7 +180,7 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
         ran = collection.routers
         if {*ran} != {*order}:
             order = [layer.router for layer in routed_layers(model)]
-        # In the model's order, unless others ran, or one more than once.
+        # Use the model's order, unless other routers ran, or one of them ran more than once.
         positions = {router: i for i, router in enumerate(ran)}
         in_order = len(ran) == len(order) and positions.keys() == {*order}
         indices = [positions[router] for router in order] if in_order else range(len(ran))
@@ -195,7 +195,8 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
         chosen, experts, gates = _chosen(logits, choices, k)
         observe(RoutedPass(tuple(logits), chosen, experts, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
-    # An adapter's layers record by themselves, in passes that its own hooks begin, but not beside a MoE's own routers.
+    # An adapter's layers record by themselves, in passes begun by the adapter's hooks. There are no such hooks on a MoE
+    # with routers of its own.
     layers = routed_layers(model)
     gates = {layer.module: layer.logits_index for layer in layers if isinstance(layer, NativeLayer)}
     begun = not layers or router_outputs.is_installed(base_model(model))
@@ -207,8 +208,8 @@ def _chosen(
     logits: Sequence[torch.Tensor], choices: Sequence[Choice | None], k: int
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
     """
-    Routers' choices, the top k if they were not seen: masks, bool [T, n], and slots [T, k]; and the gates of the slots
-    [T, k], if they were seen.
+    Return the routers' choices: masks, bool [T, n], slots [T, k], and the gates of the slots [T, k] or None. A choice
+    that was not seen is the top k.
     """
     full = [choice for choice in choices if choice is not None and choice[1] is not None]
     kinds = {(x.shape, x.device) for choice in full for x in choice if x is not None}
@@ -220,7 +221,7 @@ def _chosen(
     chosen, experts, gates = [], [], []
     for logits_TN, choice in zip(logits, choices, strict=True):
         experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
-        if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
+        if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # gates of all experts, not of the slots
             gates_TK = None
         chosen.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
         experts.append(experts_TK)

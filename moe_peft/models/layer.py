@@ -1,8 +1,8 @@
 """
-`RoutedLayer`: a router and the experts that it chooses among, of a MoE-LoRA adapter or of a native transformers MoE.
+`RoutedLayer`, a router with its experts: of a MoE-LoRA adapter or of a native transformers MoE.
 
-`routed_layers` is the only place that asks which of the two a model is. What differs is a method here; everything else
-is a loop over layers. Legend: T tokens, n experts, k active experts, d hidden size.
+Only `routed_layers` asks which of the two a model is. Differences are methods here, and everything else is a loop over
+layers. Legend: T tokens, n experts, k active experts, d hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..utils.messages import InputError
 from ..utils.torch_contexts import double
 from .routed_gate import RoutedGate, gate_rule, put_router, take_router
 
-Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection that reads x
+Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection of x
 
 # --- layers ----------------------------------------------------------------------------------------------------------
 
@@ -43,12 +43,12 @@ class RoutedLayer:
     A routed layer of a model.
 
     Args:
-        path: in the model, of `module`.
-        module: what holds the router.
+        path: the path of `module` in the model.
+        module: the module with the router.
     """
 
-    default_balancing: ClassVar[Scope]  # over which tokens the balancing loss is taken where a user does not say
-    compared: ClassVar[str]  # what experts' likeness is computed from
+    default_balancing: ClassVar[Scope]  # scope of the balancing loss, unless a user sets it
+    compared: ClassVar[str]  # the parts of experts compared by their similarity
     trains_reentrant: ClassVar[bool]  # whether logits have gradients under reentrant gradient checkpointing
 
     path: str
@@ -56,56 +56,56 @@ class RoutedLayer:
 
     @property
     def router(self) -> Any:
-        """What returns logits [T, n]: a `Router` of this package, or a family's gate."""
+        """Module that returns logits [T, n]: a `Router` of this package, or a family's gate."""
         raise NotImplementedError
 
     @property
     def num_experts(self) -> int:
-        """n"""
+        """Number of experts, n."""
         raise NotImplementedError
 
     @property
     def top_k(self) -> int:
-        """k"""
+        """Active experts per token, k."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
-        """Where it routes."""
+        """Device of the routing."""
         return next(self.module.parameters()).device
 
     @property
     def learns_at_top_1(self) -> bool:
-        """Whether the router learns from the language loss where k = 1 (a gate divided by itself is 1)."""
+        """True if the router learns from the language loss with k = 1 (a gate divided by itself is 1)."""
         raise NotImplementedError
 
     @property
     def fewest_allowed(self) -> int:
-        """How many experts a mask must leave: k, or 1 where the router may leave experts out or all n are active."""
+        """Number of experts a mask must leave: k, or 1 if the router may leave experts out or all n are active."""
         free = getattr(self.router, "leaves_out", False) or self.top_k == self.num_experts
         return 1 if free else self.top_k
 
     def steerable(self) -> Any:
-        """A context manager: inside the block, the layer asks `steering_of` how to route."""
+        """Make the layer ask `steering_of` how to route, inside the `with` block."""
         return nullcontext()
 
     def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Any:
         """
-        A context manager: inside the block, all experts have gates 1/n.
+        Set the gates of all experts to 1/n inside the `with` block.
 
         Args:
-            mixing: of an adapter; None: its own.
+            mixing: mixing of an adapter inside the block; None: unchanged.
         """
         raise NotImplementedError
 
     def fold(self) -> torch.Tensor:
-        """The weight [n, d] of the linear gate that routes in the same way."""
+        """Return the weight [n, d] of the linear gate with the same routing."""
         raise NotImplementedError
 
     def grams(self) -> list[torch.Tensor]:
         """
-        Products between the layer's experts [n, n], one for each of their projections: of their updates s B A; of
-        bottlenecks and in a native MoE, of their weights.
+        Return products between the layer's experts [n, n], one for each of their projections: products of their updates
+        s B A. For bottlenecks and in a native MoE, return products of their weights.
         """
         raise NotImplementedError
 
@@ -160,8 +160,8 @@ class AdapterLayer(RoutedLayer):
 
     def set_gate(self, weight_ND: torch.Tensor, router_type: str) -> bool:
         """
-        Give the router this weight. A router of another kind than `router_type` is replaced, unless both are linear
-        gates. Returns whether it was.
+        Set the router's weight. A router of another kind than `router_type` is replaced, unless both are linear gates.
+        Returns whether it was replaced.
         """
         old, experts, device = self.router, self.experts, self.device
         fits = experts.router.type == router_type or (ROUTERS[router_type].linear_gate and old.linear_gate)
@@ -176,7 +176,9 @@ class AdapterLayer(RoutedLayer):
         return not fits
 
     def updates(self) -> Updates:
-        """The LoRAs, with their scaling, of the projections that read the layer's input; none of other experts."""
+        """
+        Return the LoRAs of the projections of the layer's input, without their common scaling; empty for other experts.
+        """
         experts, (A_all, B_all) = self.experts, self.module.expert_parameters(self.adapter)
         if experts.no_lora:
             return ()
@@ -199,8 +201,8 @@ class NativeLayer(RoutedLayer):
     A layer of a native MoE: a gate, perhaps with a router of this package inside (`RoutedGate`).
 
     Args:
-        block: the module around the gate, which has the experts too.
-        logits_index: of the logits in what the gate returns.
+        block: the module around the gate, with the experts too.
+        logits_index: index of the logits in the gate's output.
     """
 
     default_balancing = "global"  # as transformers does
@@ -245,8 +247,8 @@ class NativeLayer(RoutedLayer):
         setting = getattr(gate, "norm_topk_prob", None)
         known = gate in _rules and _rules[gate][0] == setting
         if not known and not isinstance(gate, RoutedGate) and _is_whole(getattr(gate, "weight", None)):
-            _rules[gate] = setting, gate_rule(gate, linear=False)  # of several processes, each has a part
-        # First, so that whoever observes the router sees the new choice; once for all blocks and threads.
+            _rules[gate] = setting, gate_rule(gate, linear=False)  # not for a weight sharded over processes
+        # Prepend the hook, so observers of the router see the new choice. All blocks and threads share one hook.
         with _lock:
             blocks, hook = _hooks.get(gate) or (0, gate.register_forward_hook(_choose_again, prepend=True))
             _hooks[gate] = blocks + 1, hook
@@ -282,11 +284,11 @@ class NativeLayer(RoutedLayer):
         return self.module.fold() if isinstance(self.module, RoutedGate) else double(self.module.weight.detach())
 
     def put_router(self, router: Router, top_k: int, normalizes: bool) -> None:
-        """Put a router of this package into the gate; a frozen gate's router is frozen."""
+        """Put a router of this package into the gate. A frozen gate's router is frozen."""
         put_router(self.module, router, top_k, normalizes, self._like)
 
     def set_gate(self, weight_ND: torch.Tensor) -> None:
-        """Make the gate the family's own again, with this weight."""
+        """Restore the family's own gate, with this weight."""
         if isinstance(self.module, RoutedGate):
             take_router(self.module, weight_ND, self._like)
 
@@ -296,12 +298,12 @@ class NativeLayer(RoutedLayer):
 
     @property
     def _like(self) -> torch.Tensor:
-        """A floating tensor of the gate, or of the block around a gate that has none."""
+        """Floating tensor of the gate, or of the block around a gate without such tensors."""
         tensors = (p for part in (self.module, self.block) for p in part.parameters() if p.is_floating_point())
         return next(tensors).detach()
 
     def expert_modules(self) -> list[nn.Module]:
-        """What stands beside the gate and has n of everything."""
+        """Return the gate's sibling modules that hold the n experts."""
         return [
             child
             for child in self.block.children()
@@ -313,12 +315,12 @@ class NativeLayer(RoutedLayer):
         return [value_gram(p.flatten(1)) for experts in self.expert_modules() for p in self._stacked(experts)]
 
     def _stacked(self, experts: nn.Module) -> list[nn.Parameter]:
-        """The matrices of n experts, [n, …, …] each."""
+        """Return the matrices of n experts, [n, …, …] each."""
         return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == self.num_experts]
 
 
 def _uniform(router: Router, n: int) -> LinearRouter:
-    """A router in its place whose gates, a softmax over n experts, are 1/n."""
+    """Return a replacement for `router` with gates 1/n, a softmax over n experts."""
     uniform = LinearRouter(router.hidden_size, n).requires_grad_(False)
     uniform.weight.zero_()
     return uniform
@@ -329,11 +331,12 @@ def _uniform(router: Router, n: int) -> LinearRouter:
 
 def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLayer]:
     """
-    The routed layers of a model in the model's order: those of its active MoE-LoRA adapters (not, say, a DPO trainer's
-    reference copy), or else a native MoE's.
+    Return the routed layers of a model in the model's order: the layers of its active MoE-LoRA adapters (not, say, a
+    DPO trainer's reference copy), or else a native MoE's.
 
     Args:
-        caller: a function that needs some, with which the message begins.
+        caller: name of a function that needs at least one layer, for messages. None: return an empty list if there is
+            none.
     """
     layers: list[RoutedLayer] = [
         AdapterLayer(path, module, name)
@@ -356,17 +359,17 @@ def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLay
 
 
 def router_names(model: nn.Module) -> list[str]:
-    """The modules of a model's routed layers, e.g. "model.layers.0.mlp"."""
+    """Return the modules of a model's routed layers, e.g. "model.layers.0.mlp"."""
     return [layer.path.removeprefix("base_model.model.") for layer in routed_layers(model)]
 
 
 def adapter_layers(model: nn.Module, adapter_name: str | None, caller: str) -> list[AdapterLayer]:
     """
-    The routed layers of one adapter, active or not.
+    Return the routed layers of one adapter, active or not.
 
     Args:
-        adapter_name: None: the active one.
-        caller: with which the message begins.
+        adapter_name: name of the adapter; None: the active one.
+        caller: name of the calling function, for messages.
     """
     layers = [
         AdapterLayer(path, module, name)
@@ -386,10 +389,11 @@ def adapter_layers(model: nn.Module, adapter_name: str | None, caller: str) -> l
 
 def native_layers(model: nn.Module, caller: str | None = None) -> list[NativeLayer]:
     """
-    The routed layers of a native MoE; none of a dense model.
+    Return the routed layers of a native MoE; none for a dense model.
 
     Args:
-        caller: a function that needs some, with which the message begins.
+        caller: name of a function that needs at least one layer, for messages. None: return an empty list if there is
+            none.
     """
     layers = [*_native_layers(model)]
     if caller and not layers:
@@ -398,13 +402,13 @@ def native_layers(model: nn.Module, caller: str | None = None) -> list[NativeLay
 
 
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model's routers by name."""
+    """Return the parameters of a model's routers by name."""
     ids = {id(p) for layer in routed_layers(model) for p in layer.router.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) in ids}
 
 
 def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
-    """The modules that PEFT keeps beside the one that its wrapper's forward runs."""
+    """Return the modules kept by PEFT's wrapper, except the one run by the wrapper's forward."""
     saved, active = wrapper.modules_to_save, wrapper.active_adapters
     adapted = bool(active) and not wrapper.disable_adapters and all(name in saved for name in active)
     running = saved[active[0]] if adapted else wrapper.original_module
@@ -412,7 +416,7 @@ def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
 
 
 def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
-    """The layers whose routers the model's class declares; none in a dense model."""
+    """Yield the layers with routers declared by the model's class; none in a dense model."""
     gates: dict[nn.Module, int] = {}
     idle: set[nn.Module] = set()
     for module in model.modules():
@@ -427,12 +431,12 @@ def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
             yield NativeLayer(path, gate, model.get_submodule(path.rpartition(".")[0]), gates[gate])
 
 
-# --- steering of gates that are not ours ------------------------------------------------------------------------------
+# --- steering of transformers' gates ----------------------------------------------------------------------------------
 
 
-# A gate → its `norm_topk_prob`, and whether it was seen to divide the gates of the chosen experts by their sum.
+# Gate → (its `norm_topk_prob`, whether it divides the gates of the chosen experts by their sum, found by running it).
 _rules: weakref.WeakKeyDictionary[nn.Module, tuple[bool | None, bool]] = weakref.WeakKeyDictionary()
-_hooks: dict[nn.Module, tuple[int, Any]] = {}  # a gate → how many blocks steer it, and its hook
+_hooks: dict[nn.Module, tuple[int, Any]] = {}  # gate → (number of blocks that steer it, its hook)
 _lock = threading.Lock()
 
 
@@ -441,7 +445,7 @@ def _is_whole(weight: Any) -> bool:
 
 
 def _choose_again(gate: Any, args: tuple, output: tuple) -> tuple | None:
-    """Forward hook that replaces the choice of a transformers router, which returns (logits, gates, experts)."""
+    """Replace the choice of a transformers router, which returns (logits, gates, experts), in a forward hook."""
     steering = steering_of(gate)
     if steering is None:  # another thread steers it
         return None
@@ -449,7 +453,7 @@ def _choose_again(gate: Any, args: tuple, output: tuple) -> tuple | None:
     if isinstance(gate, RoutedGate):
         choose, normalizes = gate.moe_router.choose, gate.normalizes
     else:
-        setting = bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does
+        setting = bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always normalizes
         choose, normalizes = top_k_gates, _rules[gate][1] if gate in _rules else setting
     gates, experts = steering.route(logits_TN.float(), gate.top_k, normalizes, choose)
     return logits_TN, gates.to(gates_TK.dtype), experts

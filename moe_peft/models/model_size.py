@@ -1,4 +1,4 @@
-"""How large a routed model is, how much of it one token uses, and how alike its experts are."""
+"""Size of a routed model, its share used by one token, and the similarity of its experts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .layer import idle_copies, native_layers, routed_layers
 @dataclass(frozen=True)
 class ModelSize:
     """
-    Parameters and work of a model.
+    Parameters and operations of a model.
 
     Args:
-        total: all parameters, shared ones once, those of adapters that are not active too.
-        active: parameters that serve a token: all, but only k of n experts in every MoE layer (at most k, where routers
-            may leave experts out), and no adapters that are not active. Embeddings count in full.
+        total: all parameters: shared ones count once, and inactive adapters count too.
+        active: parameters that serve a token: all, but only k of n experts in every MoE layer (at most k, if routers
+            may leave experts out), and no inactive adapters. Embeddings count in full.
         flops: floating-point operations of a forward pass per token: 2 for each active parameter of a matrix product,
-            the head's included. Left out are attention scores (they grow with the text), norms, activations, gates,
-            embeddings, and what an implementation computes for experts that were not chosen.
+            including the head. Not counted are attention scores (they grow with the text), norms, activations, gates,
+            embeddings, and an implementation's products for experts not chosen.
     """
 
     total: int
@@ -44,7 +44,10 @@ class ModelSize:
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """The size of a model with a MoE-LoRA adapter, of a native MoE, or of a dense model. 4-bit weights are unpacked."""
+    """
+    Return the size of a model with a MoE-LoRA adapter, of a native MoE, or of a dense model. 4-bit weights are
+    unpacked.
+    """
     used = {id(p): share for p, share in _used_shares(model)}
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     attention = [m for m in model.modules() if isinstance(m, AttentionRouter) and m.settings.mixture == "max"]
@@ -67,9 +70,9 @@ def model_size(model: nn.Module) -> ModelSize:
 @torch.no_grad()
 def expert_similarity(model: nn.Module) -> torch.Tensor | None:
     """
-    How alike a model's experts are over all layers, [n, n]: cosines of their updates s B A; of bottlenecks and in a
-    native MoE, of their weights (which have a common origin after upcycling, so look at differences from 1). None
-    without experts, or where layers have different numbers of them.
+    Return the similarity of a model's experts over all layers, [n, n]: cosines of their updates s B A. For bottlenecks
+    and in a native MoE, return cosines of their weights. (After upcycling, weights have a common origin, so look at
+    differences from 1.) Return None without experts, or if layers have different numbers of experts.
     """
     grams = [gram for layer in routed_layers(model) for gram in layer.grams()]
     if not grams or len({len(gram) for gram in grams}) > 1:
@@ -78,12 +81,12 @@ def expert_similarity(model: nn.Module) -> torch.Tensor | None:
 
 
 def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
-    """The share of each parameter of experts and adapters that one token uses."""
+    """Yield each parameter of experts and adapters, with the share used by one token."""
     for layer in (m for m in model.modules() if isinstance(m, MoELoraLayer)):
         running = [] if layer.disable_adapters else layer.active_adapters
         for part in layer.adapter_layer_names:
             for name, module in getattr(layer, part).items():
-                # What is shared serves every token.
+                # Routers and shared experts serve every token.
                 matrix: Any = {"moe_lora_A": "A", "moe_lora_B": "B"}.get(part)
                 share = layer.moe_lora_spec[name].used_share(matrix) if matrix else Fraction(1)
                 yield from ((p, share if name in running else Fraction(0)) for p in module.parameters())
@@ -93,18 +96,18 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
     for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
         yield from ((p, Fraction(0)) for module in idle_copies(wrapper) for p in module.parameters())
     for tokens in (m.token_adapter for m in model.modules() if isinstance(m, TrainableTokensWrapper)):
-        yield from ((p, Fraction(0)) for p in tokens.trainable_tokens_delta.values())  # instead of rows of the base
+        yield from ((p, Fraction(0)) for p in tokens.trainable_tokens_delta.values())  # they replace rows of the base
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """A parameter's shape, unpacked (bitsandbytes) and complete (DeepSpeed ZeRO-3)."""
+    """Return a parameter's shape, unpacked (bitsandbytes) and complete (DeepSpeed ZeRO-3)."""
     packed = getattr(parameter, "quant_state", None)
     return tuple(packed.shape) if packed is not None else tuple(shape_of(parameter))
 
 
 def _short(number: float) -> str:
     for unit in ("", "k", "M", "G"):
-        if number < 999.5:  # what is rounded to 1000 has the next unit
+        if number < 999.5:  # a number rounded to 1000 gets the next unit
             return f"{number:.3g} {unit}".rstrip() if not unit else f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} T"

@@ -1,4 +1,4 @@
-"""Replaces a native MoE's gates with routers of `ROUTERS`; `gates.fold_routers` goes back."""
+"""Replaces a native MoE's gates with routers of `ROUTERS`. `gates.fold_routers` restores the gates."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .routed_gate import gate_rule
 
 def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: int | None = None, seed: int = 0) -> None:
     """
-    Replace a native MoE's gates by other routers, with random values.
+    Replace a native MoE's gates with other routers, with random values.
 
     The model's forward pass, its `router_logits`, its losses and its trainers are used as before. The state dict has
-    the routers' parameters (`….moe_router.*`) and, where a router folds, the equivalent `weight` of the stock gate (not
+    the routers' parameters (`….moe_router.*`) and, if a router folds, the equivalent `weight` of the stock gate (not
     under FSDP2). To load a saved model, load it with transformers and then call `moe_peft.native.load_routers`.
-    `fold_routers` makes stock gates of routers that fold; there is no stock checkpoint of a model with other routers.
+    `fold_routers` makes stock gates of routers that fold. A model with other routers has no stock checkpoint.
 
-    The config's `num_experts_per_tok` becomes what the router uses: 1 with "switch", n with "soft". With "switch",
-    gates are probabilities, so `norm_topk_prob` becomes False where the family has that field. A later call goes back
-    to both values of the stock gates.
+    The config's `num_experts_per_tok` becomes the router's: 1 with "switch", n with "soft". With "switch", gates are
+    probabilities, so `norm_topk_prob` becomes False in families with this field. A later call starts again from both
+    values of the stock gates.
 
     Args:
         model: a native MoE of transformers whose gates are linear, with a softmax over the top k.
         router: a name in `ROUTERS`, or the settings of a router; its `attention_size` follows from the model.
-        top_k: experts per token; None: the stock gates'.
+        top_k: experts per token; None: as in the stock gates.
         seed: the seed of the random values.
 
     Raises:
@@ -87,13 +87,13 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
 
 
 def check_router(settings: RouterSettings, num_experts: int, top_k: int) -> None:
-    """Check, without a model, what `replace_routers` would take."""
+    """Check settings of `replace_routers` without a model."""
     _check_settings(settings, None, num_experts)
     _adapter_config(settings, num_experts, top_k, True)
 
 
 def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: int) -> None:
-    """Raise if no native gate can be such a router, or the router has no use for a setting."""
+    """Raise if no native gate can be such a router, or if the router does not read a setting."""
     if settings.type not in ROUTERS:
         return  # `MoELoraConfig` raises
     router = ROUTERS[settings.type]
@@ -113,7 +113,9 @@ def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: in
 
 
 def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) -> MoELoraConfig:
-    """The same settings of an adapter that is not trained, which checks them and adjusts top_k."""
+    """
+    Return the same settings as the config of an adapter that is not trained. The config checks them and adjusts top_k.
+    """
     options: dict[str, Any] = {f"router_{name}": value for name, value in _options(settings).items()}
     return MoELoraConfig(
         num_experts=n, top_k=k, normalize_top_k=normalizes, mixing="projection", inference_mode=True, **options
@@ -121,5 +123,5 @@ def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) 
 
 
 def _options(settings: RouterSettings) -> dict[str, Any]:
-    """The settings that a user gives."""
+    """Return the settings given by a user."""
     return {name: value for name, value in asdict(settings).items() if name != "attention_size"}

@@ -1,4 +1,6 @@
-"""A router of `ROUTERS` that replaces a native MoE's gate; its class stays one that transformers knows."""
+"""
+Puts a router of `ROUTERS` into a native MoE's gate. The gate's class stays a subclass of the one known to transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from ..utils.messages import InputError
 
 class RoutedGate:
     """
-    Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. Where that
-    router folds, the state dict has the gate's `weight` too, so that transformers loads the right model from a
-    checkpoint (stricter loaders may refuse the names of the router's parameters); not under FSDP2, which shards it.
+    Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. If the router
+    folds, the state dict has the gate's `weight` too, so transformers loads the right model from a checkpoint.
+    (Stricter loaders may refuse the names of the router's parameters.) Under FSDP2, the state dict is sharded and has
+    no such `weight`.
     """
 
     moe_router: Router
@@ -30,13 +33,13 @@ class RoutedGate:
     normalizes: bool  # whether the family's own gate divides the k gates by their sum
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits, float32 [T, n]; gates in the dtype of the hidden states and experts, each [T, k]."""
+        """Return logits, float32 [T, n], gates in the dtype of the hidden states and experts, each [T, k]."""
         logits_TN = self.moe_router(hidden_states, token_ids_for(self.moe_router, hidden_states))
         gates_TK, experts_TK = self.moe_router.choose(logits_TN, self.top_k, self.normalizes)
         return logits_TN, gates_TK.to(hidden_states.dtype), experts_TK
 
     def fold(self) -> torch.Tensor:
-        """The weight of the family's own gate that routes in the same way, float64 [n, d]."""
+        """Return the weight of the family's own gate with the same routing, float64 [n, d]."""
         settings = self.moe_router.settings
         if self.moe_router.only_top_k is not None and self.normalizes:
             raise InputError(
@@ -48,7 +51,7 @@ class RoutedGate:
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if any(isinstance(parameter, DTensor) for parameter in self.moe_router.parameters()):
-            return  # FSDP2 knows no weights that are not the model's
+            return  # FSDP2 knows only weights of the model
         try:
             weight_ND = self.fold()
         except InputError:
@@ -77,15 +80,15 @@ def _new_gate(cls: type) -> Any:
 @torch.no_grad()
 def gate_rule(gate: Any, linear: bool = True) -> bool:
     """
-    Whether a native MoE's gate divides the gates of the chosen experts by their sum, found by running it.
+    Return whether a native MoE's gate divides the gates of the chosen experts by their sum, found by running the gate.
 
     Args:
-        linear: whether its logits must be those of a linear layer without a bias, so that another can replace it.
+        linear: whether its logits must be a linear layer's without a bias, so another router can replace it.
     """
     if isinstance(gate, RoutedGate):
         return gate.normalizes
     weight_ND: Any = getattr(gate, "weight", None)
-    if isinstance(weight_ND, torch.Tensor) and weight_ND.is_meta:  # of a plan: it is tried with values
+    if isinstance(weight_ND, torch.Tensor) and weight_ND.is_meta:  # in a plan: try random values
         gate = copy.deepcopy(gate).to_empty(device="cpu")
         weight_ND = gate.weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     try:
@@ -110,7 +113,7 @@ def gate_rule(gate: Any, linear: bool = True) -> bool:
 
 
 def put_router(gate: Any, router: Router, top_k: int, normalizes: bool, like: torch.Tensor) -> None:
-    """Put a router into a native MoE's gate, with the dtype and device of `like`; a frozen gate's router is frozen."""
+    """Put a router into a native MoE's gate, with the dtype and device of `like`. A frozen gate's router is frozen."""
     trained = all(p.requires_grad for p in gate.parameters())
     if not isinstance(gate, RoutedGate):
         del gate.weight
@@ -122,7 +125,7 @@ def put_router(gate: Any, router: Router, top_k: int, normalizes: bool, like: to
 
 
 def take_router(gate: Any, weight_ND: torch.Tensor, like: torch.Tensor) -> None:
-    """Make a gate the family's own again, with this weight."""
+    """Restore the family's own gate, with this weight."""
     trained = all(p.requires_grad for p in gate.moe_router.parameters())
     del gate.moe_router, gate.normalizes
     gate.__class__ = type(gate).__bases__[1]

@@ -26,18 +26,18 @@ Rows = torch.Tensor | Expert | Sequence[Expert | None] | None
 @contextmanager
 def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
     """
-    A context manager: inside the block, every row of a batch goes through one expert, with gate 1, in all MoE layers.
+    Send every row of a batch through one expert, with gate 1, in all MoE layers, inside the `with` block.
 
-    Routers still run, and `router_logits` are recorded as usual. The model is steered in this thread: others may run it
-    with other experts, or free. With gradient checkpointing, run the backward pass inside the block too, because it
-    runs the layers again.
+    Routers still run, and `router_logits` are recorded as usual. The model is steered in this thread only: other
+    threads may run it with other experts, or without steering. With gradient checkpointing, run the backward pass
+    inside the block too, because it runs the layers again.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        experts_B: the expert of all rows, an index or a name; or that of each row, [B], or of each token, [B·S], if the
-            batch has no rows (padding-free): a tensor of integers, or a list. For an adapter, None is the base: these
-            rows get no update but what serves every token, shared experts and LoRAs on attention that are a mean
-            (`mix --attention mean`).
+        experts_B: the expert of all rows, an index or a name. Or the expert of each row, [B], or of each token, [B·S],
+            if the batch has no rows (padding-free): a tensor of integers, or a list. For an adapter, None is the base:
+            its rows get only the updates that serve every token, from shared experts and from averaged LoRAs on
+            attention (`mix --attention mean`).
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
@@ -75,19 +75,19 @@ def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
 @contextmanager
 def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Expert]) -> Iterator[None]:
     """
-    A context manager: inside the block, routers choose among some of the experts only, in training and in `generate`.
+    Restrict the choice of routers to some of the experts inside the `with` block, in training and in `generate`.
 
-    The logits of the other experts count as minus infinity; `router_logits` are recorded without the mask. The model is
-    steered in this thread alone. With gradient checkpointing, run the backward pass inside the block too.
+    The logits of the other experts count as minus infinity. `router_logits` are recorded without the mask. The model is
+    steered in this thread only. With gradient checkpointing, run the backward pass inside the block too.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        allowed: the experts for all rows, indices or names; or a mask for each row (for each token if the batch has no
+        allowed: the experts for all rows, indices or names. Or a mask for each row (for each token if the batch has no
             rows), bool [B, n].
 
     Raises:
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
-            gets (top_k; any number serves where a token gets all).
+            gets (top_k; if a token gets all experts, any number is enough).
 
     Example:
 
@@ -125,14 +125,13 @@ def weigh_experts(
     model: nn.Module, weights: Mapping[Expert, float] | Sequence[Mapping[Expert, float]]
 ) -> Iterator[None]:
     """
-    A context manager: inside the block, the experts' updates have the factors that you give, in all MoE layers:
-    `W x + s Σ_i w_i B_i A_i x` on each projection with a router, as in PEFT's `add_weighted_adapter`, whatever the
-    adapter's mixing.
+    Set the factors of the experts' updates inside the `with` block, in all MoE layers: `W x + s Σ_i w_i B_i A_i x` on
+    each projection with a router, as in PEFT's `add_weighted_adapter`, whatever the adapter's mixing.
 
     Args:
         model: a model with a MoE-LoRA adapter.
-        weights: expert, an index or a name, → its factor, for all rows; or one such mapping for each row of the batch.
-            Experts that are not named have 0.
+        weights: expert, an index or a name, → its factor, for all rows. Or one such mapping for each row of the batch.
+            Experts not named have 0.
 
     Raises:
         ValueError: the model has no router, or no such expert.
@@ -174,11 +173,12 @@ def weigh_experts(
 @contextmanager
 def serve_alone(model: Any, expert: Expert | None) -> Iterator[None]:
     """
-    A context manager: inside the block, the model is one of the adapters that a mixture was made of, or the base (but
-    for shared experts): as in `force_experts`, and LoRAs that are a mean have only this expert's part, or none.
+    Turn the model into one adapter of its mixture, or into the base (except shared experts), inside the `with` block.
+    Rows go through the expert as in `force_experts`. Averaged LoRAs have only this expert's part, or no part for the
+    base.
 
     Args:
-        model: with a MoE-LoRA adapter.
+        model: a model with a MoE-LoRA adapter.
     """
     name, before = model.active_adapters[0], {}
     config = model.peft_config[name]
@@ -200,7 +200,7 @@ def serve_alone(model: Any, expert: Expert | None) -> Iterator[None]:
 
 
 def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller: str) -> list[int]:
-    """Experts as indices. A text is a name or, if there is no such name, an index."""
+    """Return experts as indices. A text is a name or, if there is no such name, an index."""
     indices = [*map(int, indices_of(experts, expert_names(model) or [], caller))]
     n = max(layer.num_experts for layer in routed_layers(model, caller))
     if wrong := [i for i in indices if not 0 <= i < n]:
@@ -209,7 +209,7 @@ def expert_indices(model: nn.Module, experts: Expert | Sequence[Expert], caller:
 
 
 def indices_of(experts: Expert | Sequence[Expert], names: Sequence[str], caller: str) -> list[int]:
-    """Experts as indices among `names`, which may be none."""
+    """Return experts as indices among `names`, which may be empty."""
     experts = _listed(experts, caller)
     experts = [int(e) if isinstance(e, str) and e not in names and e.isdecimal() else e for e in experts]
     for expert in experts:
@@ -223,7 +223,7 @@ def indices_of(experts: Expert | Sequence[Expert], names: Sequence[str], caller:
 
 
 def _listed(experts: Any, caller: str) -> list[Any]:
-    """Experts, each of which is an index, a name or None, as a list."""
+    """Return experts as a list. Each must be an index, a name or None."""
     experts = experts.tolist() if hasattr(experts, "tolist") else experts
     several = not isinstance(experts, (str, Mapping, Set, bytes)) and isinstance(experts, Iterable)
     listed = [*experts] if several else [experts]
@@ -234,7 +234,7 @@ def _listed(experts: Any, caller: str) -> list[Any]:
 
 
 def common_size(model: nn.Module, caller: str) -> int:
-    """n, the number of experts that all routers have."""
+    """Return n, the number of experts of every router."""
     sizes = sorted({layer.num_experts for layer in routed_layers(model, caller)})
     if len(sizes) > 1:
         raise InputError(f"{caller}: layers have {sizes} experts; one mask needs the same number in all")
@@ -243,14 +243,14 @@ def common_size(model: nn.Module, caller: str) -> int:
 
 def fewest_allowed(model: nn.Module) -> int:
     """
-    How many experts a mask must allow at least: top_k; or 1 where routers may leave experts out, or where top_k is n.
+    Return the number of experts a mask must allow at least: top_k, or 1 if routers may leave experts out or top_k is n.
     """
     return max(layer.fewest_allowed for layer in routed_layers(model, "allow_experts"))
 
 
 @contextmanager
 def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
-    """Route by `steering` in all MoE layers, without checks of it. Of nested blocks the inner one counts."""
+    """Route by `steering` in all MoE layers, without checking it. Of nested blocks, the inner one counts."""
     layers = routed_layers(model)
     by_device: dict[torch.device, Steering] = {}
     blocks: Steered = {}
@@ -269,7 +269,9 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
 
 
 def _check_rows(blocks: Steered, steering: Steering, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's (routers see tokens)."""
+    """
+    Raise if steering is for other rows than the batch's, in a forward pre-hook of a backbone (routers see only tokens).
+    """
     if not any(mine is blocks for mine in state.current.steered):  # another thread's pass
         return
     rows = steering.rows

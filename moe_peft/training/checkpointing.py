@@ -160,8 +160,9 @@ def _hash(path: Path) -> str | None:
 
 def is_complete(checkpoint: Path) -> bool:
     """Return whether all files of a checkpoint exist, unchanged since it was marked."""
-    files = _marker(checkpoint).get("files")
-    if not isinstance(files, dict):
+    marker = _marker(checkpoint)
+    files = marker.get("files")
+    if not (isinstance(files, dict) and isinstance(marker.get("fingerprint"), dict)):  # a damaged marker
         return False
     paths = {checkpoint / name: noted for name, noted in files.items()}
     return all(path.is_file() and [path.stat().st_size, _hash(path)] == noted for path, noted in paths.items())

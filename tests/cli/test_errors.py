@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import shutil
@@ -374,6 +375,11 @@ def test_a_checkpoint_is_complete_as_long_as_its_files_are(tmp_path):
     assert last_checkpoint(tmp_path) == checkpoint
     (checkpoint / "a").write_text("c0ntent")
     assert not is_complete(checkpoint)
+    mark_complete(checkpoint, Fingerprint({}))
+    marker = json.loads((checkpoint / MARKER).read_text())
+    for name, value in itertools.product(marker, (None, 3, "x", [])):
+        (checkpoint / MARKER).write_text(json.dumps({**marker, name: value}))
+        assert not is_complete(checkpoint)
     mark_complete(checkpoint, Fingerprint({}))
     (checkpoint / "a").unlink()
     assert not is_complete(checkpoint)

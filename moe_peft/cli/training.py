@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_row
 from ..training.estimate import print_estimates
 from ..training.preflight import check_arguments, check_loss
 from ..training.resuming import resumes, save_full_weights, train
+from ..training.router_config import loss_coefficients
 from ..training.trainable import on_quantized
 from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
 from ..utils.loading import ADAPTER_WEIGHTS, adapter_weights, chat_template, without_zero3
 from ..utils.messages import InputError, one_line, refused_settings
 from ..utils.model_card import card_facts
+from ..utils.validation import prefixed
 from .arguments import Options, training_stages
 from .commands import to_run
 
@@ -54,6 +56,8 @@ def train_stages(options: Options, trainer_class: Any) -> None:
     stages = _checked_stages(options)
     data, eval_data = _load_splits(options, stages)
     _check_engines(options, stages)
+    if len(stages) > 1:
+        _empty_model(options, stages)
     with ExitStack() as stack:
         folder = on_main_process(lambda: stack.enter_context(_result_folder(options, stages)))
         _train(options, trainer_class, stages, folder, data, eval_data)
@@ -64,12 +68,22 @@ def print_plan(options: Options) -> None:
     """Print what every stage will take, after the checks of a training that need no weights."""
     stages = _checked_stages(options)
     data, _ = _load_splits(options, stages)
+    model = _empty_model(options, stages)
+    if options.trains_adapter and options.base.quantization is not None:
+        model = on_quantized(model)
+    print_estimates(options.base, model, stages, data, options.tokenizer)
+
+
+def _empty_model(options: Options, stages: Mapping[str, Any]) -> Any:
+    """Return the model without weights. Raise if its routers have no use for what a stage sets."""
     model = options.base.empty()
     if options.trains_adapter:
         with without_zero3(), torch.device("meta"):
             model = get_peft_model(model, options.adapter_config())
-        model = model if options.base.quantization is None else on_quantized(model)
-    print_estimates(options.base, model, stages, data, options.tokenizer)
+    for path, args in stages.items():
+        with prefixed(path) if path else nullcontext():
+            loss_coefficients(model, args)
+    return model
 
 
 def _checked_stages(options: Options) -> dict[str, Any]:

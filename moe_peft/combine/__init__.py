@@ -1,1 +1,1 @@
-"""One mixture from experts that exist already: gates without training, and what they give on held-out rows."""
+"""Combines existing experts in one mixture: sets gates without training and measures them on held-out rows."""

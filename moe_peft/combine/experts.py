@@ -1,4 +1,4 @@
-"""Adds an expert to a MoE-LoRA adapter, or replaces one. To drop some, see `moe_peft.prune_experts`."""
+"""Adds an expert to a MoE-LoRA adapter, or replaces one. To remove experts, see `moe_peft.prune_experts`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 
-# Without the number of shared experts, whose LoRA says it.
+# Config fields copied from the mixture. `lora_to_moe` sets `num_shared_experts` from the shared LoRA.
 _KEPT = {field.name for field in fields(MoELoraConfig)} - {
     *EXPERT_FIELDS, "num_shared_experts", "peft_type", "auto_mapping", "inference_mode",
 }  # fmt: skip
@@ -34,21 +34,23 @@ def put_expert(
     name: str | None = None,
 ) -> PeftModel:
     """
-    Add an expert to a mixture, or replace one. The others, shared ones among them, keep their LoRAs and gates; the new
-    gate is random; `moe_peft.init_gates` sets all anew.
+    Add an expert to a mixture, or replace one. The other experts, including shared experts, keep their LoRAs and gates.
+    The gate of the new expert is random. `moe_peft.init_gates` sets all gates anew.
 
     Args:
         base: the base model, without adapters.
         mixture: folder of a MoE-LoRA adapter.
-        adapter: the new expert: a LoRA adapter of the same base, on modules that the mixture has experts in.
+        adapter: the new expert: a LoRA adapter of the same base, on modules with experts in the mixture.
         expert: the index of the expert to replace; None: add one.
-        name: of the new expert, where the mixture's have names; None: the last part of `adapter`.
+        name: name of the new expert, if the mixture's experts have names; None: the last part of the path `adapter`.
 
     Returns:
         the base with the new mixture, trainable.
 
     Raises:
-        ValueError: the adapters do not fit the base or each other, or the router has no rows of single experts.
+        ValueError: the adapters do not fit the base or each other; the mixture has no expert `expert`, has modules
+            trained in full, or has one LoRA for all experts that is not their mean; or its router has no parameters of
+            single experts.
 
     Example:
 
@@ -80,7 +82,7 @@ def put_expert(
         raise InputError(
             f"{folder}: modules_to_save={config.modules_to_save}: they belong to its experts, so no other can join"
         )
-    read_adapter_weights(folder.path, folder)  # PEFT would take a pickled file
+    read_adapter_weights(folder.path, folder)  # raises for a pickled file, which PEFT would load
     model: Any = PeftModel.from_pretrained(base, folder.path)
     gates = _routers(model)
     settings = {name: getattr(config, name) for name in _KEPT} | folder.sized_settings(gates.values())
@@ -93,7 +95,7 @@ def put_expert(
     loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_updates)]
     loras += [adapter] if expert is None else []
     unloaded = model.unload()
-    routes = behind_backbone(unloaded, averaged) == {*averaged}  # a head has a mean in any case
+    routes = behind_backbone(unloaded, averaged) == {*averaged}  # heads get a mean in either case
     result = lora_to_moe(unloaded, loras, attention="route" if routes else "mean", always=shared, **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
@@ -103,7 +105,7 @@ def put_expert(
             "all adapters anew"
         )
     kept = [i for i in range(config.num_experts) if i != expert]
-    rows_of = [i + (expert is None and i == config.num_updates) for i in kept]  # the base comes last
+    rows_of = [i + (expert is None and i == config.num_updates) for i in kept]  # the base stays last
     for path, router in new.items():
         for (name, value), old in zip(router.state_dict().items(), gates[path].state_dict().values(), strict=True):
             of_experts = name in (*config.router_class.expert_rows, "bias_steps")
@@ -112,7 +114,10 @@ def put_expert(
 
 
 def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
-    """The linears with one LoRA that is the mean of the experts'; an expert's own part cannot be told in another."""
+    """
+    Return the linears with one LoRA, the mean of the experts' LoRAs. Raise if a linear has another single LoRA
+    for all experts: an expert's part cannot be extracted from it.
+    """
     averaged = averaged_linears(model, "default")
     for path, layer in model.get_base_model().named_modules():
         if isinstance(layer, MoELoraLayer) and not layer.moe_lora_router and path not in averaged:
@@ -124,7 +129,7 @@ def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
 
 
 def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """An expert as a LoRA, with its own part of the LoRAs that are a mean."""
+    """Return an expert as a LoRA. From averaged LoRAs, it gets only its own part."""
     config, state = lora_of_expert(model, expert, "default", shared=False)
     moe = model.peft_config["default"]
     own = slice(expert * moe.r, (expert + 1) * moe.r)
@@ -136,7 +141,7 @@ def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> tuple[LoraCon
 
 
 def _routers(model: Any) -> dict[str, Any]:
-    """The routers by the paths of their layers."""
+    """Return the routers by the paths of their layers."""
     layers = model.get_base_model().named_modules()
     return {
         path: layer.router("default")

@@ -1,6 +1,6 @@
 """
-What a mixture gives on held-out rows, beside its base, each expert alone, each row's own, the experts' mean, and one
-picked for each request.
+Measures a mixture on held-out rows, and compares it with its base, each expert alone, each row's own expert, the
+experts' mean, and one expert picked for each request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .mix_settings import MOST_ALONE
 from .request_gate import BASE, RequestGate
 
 Measure = dict[str, float]  # by label, and "mean" over labels
-_THOUGHTS = re.compile(r"\A.*?</think>\s*", re.DOTALL)  # the template may have <think> in the prompt
+_THOUGHTS = re.compile(r"\A.*?</think>\s*", re.DOTALL)  # <think> may be in the prompt, from the template
 OWN, PICKED = "each its own", "picked by its request"
 MEAN_OF_ADAPTERS, MEAN_OF_MODELS = "mean of the adapters", "mean of the models"
 MERGED = "one LoRA (RegMean)"
@@ -38,14 +38,14 @@ MERGED = "one LoRA (RegMean)"
 @dataclass(frozen=True)
 class Judge:
     """
-    Says which answers are right, in place of the comparison word for word.
+    Judges generated answers with the user's function, instead of comparing answers word for word.
 
     Args:
         is_right: the user's function of an answer's text and its row.
-        name: of the function, for messages.
-        rows: as they were read, with the columns that all files share.
-        tokenizer: the mixture's.
-        max_new_tokens: of an answer.
+        name: the function's name, for messages.
+        rows: rows before tokenization, with the columns read by tokenization and common to all files.
+        tokenizer: the mixture's tokenizer.
+        max_new_tokens: maximum length of an answer in tokens.
     """
 
     is_right: Callable[[str, dict[str, Any]], Any]
@@ -56,7 +56,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, model: Any, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """Whether the greedy answer to each tokenized row's last question is right, bool [R]."""
+        """Return whether the greedy answer to each tokenized row's last question is right, bool [R]."""
         prompts = [row["input_ids"][: _last_answer(row["labels"])] for row in rows]
         ends = end_tokens(model, self.tokenizer)
         length, end = max(map(len, prompts)), ends[0]
@@ -77,7 +77,7 @@ class Judge:
 
 
 def _last_answer(labels: Sequence[int]) -> int:
-    """Where a row's last answer begins."""
+    """Return the position of the first token of a row's last answer."""
     end = max(i for i, label in enumerate(labels) if label != -100)
     return next((i + 1 for i in range(end, -1, -1) if labels[i] == -100), 0)
 
@@ -88,9 +88,9 @@ class Parts:
     Tokenized held-out rows.
 
     Args:
-        rows: with the columns `request`, where a gate for requests reads them, and `row`, a row's number.
-        by_label: the rows of each label, the expert that they are for, in the experts' order.
-        judge: whether answers are right; None: word for word as the rows'.
+        rows: tokenized rows, with the columns `request`, the text for a gate for requests, and `row`, the row's number.
+        by_label: label → its rows, in the experts' order. A row's label is the name of the expert for the row.
+        judge: decides if an answer is right; None: it is right if it equals the row's answer word for word.
     """
 
     rows: Dataset
@@ -101,12 +101,12 @@ class Parts:
 
     @property
     def have_answers(self) -> bool:
-        """Whether rows are questions with answers, and not texts alone, which no model gives word for word."""
+        """True if rows are questions with answers, not only texts. No model generates a text word for word."""
         return all(-100 in labels for labels in self.rows["labels"])
 
     @property
     def labels(self) -> list[str]:
-        """Each row's."""
+        """Label of each row."""
         label_of = {row: label for label, rows in self.by_label.items() for row in rows}
         return [label_of[row] for row in range(len(self.rows))]
 
@@ -114,17 +114,18 @@ class Parts:
 @dataclass(frozen=True)
 class HeldOut:
     """
-    What a mixture gives.
+    Results of a mixture, or of a merged LoRA, on held-out rows.
 
     Args:
-        rows: label → how many held-out rows it has.
+        rows: label → its number of held-out rows.
         losses: way to answer → mean loss per scored token.
-        right: way → share of rows whose answer greedy decoding gives exactly; empty where rows have no answers.
-        picked: label → the share of its requests for which its expert is picked; empty without a gate for requests.
-        lost: the share of all these requests that would go to the base.
-        general: the share of general requests that would go to the base; None without any held out.
-        reached: label → the share of its tokens whose first choice is each expert [n], mean over layers.
-        verdict: sentences on what follows.
+        right: way → share of rows with a right answer: greedy decoding gives exactly the row's answer, or a judge
+            accepts the generated answer. Empty if rows have no answers.
+        picked: label → share of its requests picked for its own expert. Empty without a gate for requests.
+        lost: share of all these requests sent to the base.
+        general: share of general requests sent to the base; None without held-out general requests.
+        reached: label → share of its tokens with each expert as first choice [n], mean over layers.
+        verdict: sentences with the conclusions.
     """
 
     rows: dict[str, int]
@@ -147,18 +148,18 @@ def score(
     experts: Sequence[int | None] | None = None,
 ) -> Scored:
     """
-    The answers to all rows, by label. Rows of similar length share a batch, whatever their labels.
+    Return the answers to all rows, by label. Rows of similar length share a batch, whatever their labels.
 
     Args:
-        statistics: of the routing, whose domains are the labels; answers are then not judged, as their tokens would
-            count.
-        experts: the expert that serves each row, and None for the base; left out: the model as it is.
+        statistics: statistics of the routing, with the labels as domains. Answers are then not judged, because the
+            tokens generated for the judge would count in the statistics.
+        experts: the expert for each row, None for the base. If left out, the model runs unchanged.
     """
     lengths = [len(ids) for ids in parts.rows["input_ids"]]
     order, labels = sorted(range(len(lengths)), key=lengths.__getitem__), parts.labels
     groups = [order]
     by_expert = experts is not None and bool(averaged_linears(model, model.active_adapters[0]))
-    if experts is not None and by_expert:  # averaged linears have one expert's part at a time
+    if experts is not None and by_expert:  # averaged linears can hold the part of one expert at a time
         groups = [[row for row in order if experts[row] == expert] for expert in dict.fromkeys(experts)]
     answers, scored = [], []
     for batch in (of[at : at + parts.batch_size] for of in groups for at in range(0, len(of), parts.batch_size)):
@@ -191,13 +192,15 @@ def score_mixture(
     others: Mapping[str, Scored] | None = None,
 ) -> HeldOut:
     """
+    Measure a mixture on held-out rows, with its gates and in the other ways to answer.
+
     Args:
-        model: with a MoE-LoRA adapter, or a native MoE.
-        gates: what its gates are called.
-        labels: the experts' names, of which `parts` may have some.
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        gates: the name of its gates.
+        labels: names of all experts. `parts` may have rows of only some of them.
         request_gate: picks an expert for each request.
-        general: general requests, which should go to the base.
-        others: ways that were measured before, of models that the mixture was made of.
+        general: general requests. They should go to the base.
+        others: for a native MoE, way → answers of its source models, measured before.
     """
     adapters = [layer for layer in routed_layers(model) if isinstance(layer, AdapterLayer)]
     scored = score_ways(model, parts, labels) if adapters else {**(others or {})}
@@ -222,7 +225,7 @@ def score_mixture(
 
 
 def score_ways(model: Any, parts: Parts, labels: Sequence[str]) -> dict[str, Scored]:
-    """Return the answers of a mixture's base, of each expert alone, of their mean, and of each row's own expert."""
+    """Return the answers of a mixture's base, each expert alone, the experts' mean, and each row's own expert."""
     ways: dict[str, AbstractContextManager] = {BASE: model.disable_adapter()}
     if len(labels) <= MOST_ALONE:
         ways |= {label: serve_alone(model, i) for i, label in enumerate(labels)}
@@ -240,8 +243,10 @@ def score_ways(model: Any, parts: Parts, labels: Sequence[str]) -> dict[str, Sco
 
 def score_merged(model: Any, parts: Parts, labels: Sequence[str], others: Mapping[str, Scored]) -> HeldOut:
     """
+    Measure a merged LoRA on held-out rows, and compare it with the other ways to answer.
+
     Args:
-        model: with the one LoRA that the adapters were merged into.
+        model: a model with the LoRA merged from the adapters.
         labels: the adapters' names.
         others: the answers of `score_ways`.
     """
@@ -271,7 +276,7 @@ def _held_out(
 
 
 def shown(way: str, labels: Sequence[str]) -> str:
-    """Return the name of a way in tables and sentences, which tells an expert alone from the task of the same name."""
+    """Return a way's name in tables and sentences. "alone" tells an expert from the task of the same name."""
     return f"{way} alone" if way in labels else way
 
 
@@ -280,25 +285,25 @@ def verdict(
     judged: bool = False,
 ) -> list[str]:  # fmt: skip
     """
-    Recommend the way with most right answers, or with least loss where none has any, and compare it with all others.
+    Recommend the way with most right answers, or with least loss if no way has any, and compare it with all others.
 
-    Right answers decide, as a wrong choice costs one answer, however large its loss.
+    Right answers decide, because a wrong choice costs one answer, however large its loss.
 
     Args:
-        scored: way → its answers; the last way is the mixture.
+        scored: way → its answers. The last way is the mixture or the merged LoRA.
         labels: names of the experts.
-        judged: whether a function of the user's says which answers are right.
+        judged: whether the user's function decides if an answer is right.
     """
     rows = {label: len(a.right) for label, a in next(iter(scored.values())).items()}
     zeros = [label for label in rows if right and not any(of_way[label] for of_way in right.values())]
     by_answers = bool(right) and len(zeros) < len(rows)
-    # No one can serve each row by its own expert. Of equal ways, an expert alone comes last.
+    # Leave out `OWN`: in service, nobody knows each row's own expert. Of equal ways, prefer any to an expert alone.
     ways = sorted((way for way in scored if way != OWN), key=lambda way: way in labels)
     best = min(ways, key=lambda way: (-right[way]["mean"] if by_answers else 0, round(losses[way]["mean"], 4)))
     note = {PICKED: " (moe-peft pick)", [*scored][-1]: " (this mixture)", MERGED: " (this LoRA)"}.get(best, "")
     value = f"{right[best]['mean']:.0%} right answers" if by_answers else f"a loss of {losses[best]['mean']:.3f}"
     lines = [f"Best: {shown(best, labels)}{note}, with {value}."]
-    # Which differences are not chance.
+    # Separate differences beyond chance from the rest.
     behind, untold, apart = [], [], []
     for way in ways:
         if way == best:
@@ -330,14 +335,14 @@ def verdict(
 
 
 def _difference(first: Scored, second: Scored, by_answers: bool) -> tuple[float, float]:
-    """Return by how much the first way is better, as a mean over labels, and half the width of its 95 % interval."""
+    """Return the first way's lead over the second, as a mean over labels, and half the width of its 95 % interval."""
     differences, variances, freedom = [], [], 0
     for label, a in first.items():
         b, n = second[label], len(a.right)
         freedom += n - 1
         if by_answers:
             by_row = a.right.double() - b.right.double()
-            # Two more rows with each of the four outcomes by half (Agresti and Min): few rows that agree prove little.
+            # Add two rows, half a row for each of four outcomes (Agresti and Min): few rows in agreement prove little.
             mean = float(by_row.sum()) / (n + 2)
             variances.append(((float(by_row.square().sum()) + 1) / (n + 2) - mean**2) / (n + 2))
         else:
@@ -350,7 +355,7 @@ def _difference(first: Scored, second: Scored, by_answers: bool) -> tuple[float,
 
 @contextmanager
 def first_choices(model: Any, domains: Sequence[str], num_experts: int) -> Iterator[RoutingStatistics]:
-    """Statistics in which every token counts only for its first choice, in each layer."""
+    """Collect routing statistics inside the block. In each layer, a token counts only for its first choice."""
     layers = len(routed_layers(model))
     statistics = RoutingStatistics([num_experts] * layers, [1] * layers, domains)
     with observed_routing(model, lambda seen: statistics.update(seen.router_logits, seen.mask, None)):

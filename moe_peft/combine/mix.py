@@ -1,6 +1,8 @@
 """
-`moe-peft mix`: LoRA adapters, or dense models, become the experts of one mixture. Its gates are set without training
-and measured on held-out rows beside the base, each expert alone, their mean, and one picked for each request.
+Builds a mixture with LoRA adapters or dense models as experts (`moe-peft mix`), or merges LoRA adapters into one LoRA.
+
+Gates are set without training. The mixture is measured on held-out rows, and compared with the base, each expert alone,
+the experts' mean, and one expert picked for each request.
 """
 
 from __future__ import annotations
@@ -65,9 +67,9 @@ logger = logging.getLogger("moe_peft")
 
 
 def labels_of(settings: MixSettings) -> list[str]:
-    """The experts' names, in order."""
+    """Return the experts' names, in order."""
     sources = settings.adapters or settings.models or []
-    # A folder such as "." has its name elsewhere.
+    # The name of a folder such as "." is known after resolving it.
     labels = [Path(source).name or Path(source).resolve().name for source in sources]
     if settings.add_to is not None:
         path = Path(settings.add_to, REPORT)
@@ -101,14 +103,14 @@ def labels_of(settings: MixSettings) -> list[str]:
 
 def mix(settings: MixSettings) -> HeldOut | None:
     """
-    Write the mixture to `settings.output`, with `mix.json`, which has what is returned.
+    Build the mixture and write it to `settings.output`. `mix.json` holds the settings and the results.
 
     Returns:
-        what it gives on held-out rows; None without any.
+        the results on held-out rows; None without held-out rows.
     """
     _check_gates(settings)
     if settings.right is not None:
-        load_function(settings.right, "right")  # what is wrong with it is said before anything is read
+        load_function(settings.right, "right")  # report errors in the function before reading anything
     labels = labels_of(settings)
     if settings.into == "lora":
         return _merge_adapters(settings, labels)
@@ -116,7 +118,7 @@ def mix(settings: MixSettings) -> HeldOut | None:
 
 
 def _check_gates(settings: MixSettings) -> None:
-    """Raise if what is given is not what the gates are made of."""
+    """Raise if the gates lack texts, ignore given texts, or do not fit dense models."""
     gates, way = settings.gates, find_gate_init(settings.gates)
     if settings.models and not (way.needs_texts and way.router_type == "linear"):
         raise InputError(f"gates={gates!r}: are for LoRA adapters; use ridge or prompts with models")
@@ -130,7 +132,7 @@ def _check_gates(settings: MixSettings) -> None:
 
 def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     with new_folder(settings.output) as folder:
-        # Errors in the inputs are raised before the base is loaded.
+        # Report errors in the inputs before loading the base.
         mixture, adapters = _opened(settings, labels)
         parts = [*adapters] if mixture is None else [mixture, *adapters]
         if settings.always is not None:
@@ -149,7 +151,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         model = _joined_model(settings, base.load(settings.dtype), mixture, adapters, source)
         config = model.peft_config["default"]
         config.revision, config.expert_names = base.revision, [*labels, *([BASE] if config.base_expert else [])]
-        # A gate that picks an adapter for a request, and beside it those of tokens.
+        # Fit the request-level gate, then the token-level routers.
         gate = _request_gate(source, model, calibration, mixture)
         if keeps := _keeps_sums(settings, model):
             former = former and _renumbered(former, source, batches, config.num_experts)
@@ -189,7 +191,7 @@ def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         batches = source.merge_batches(calibration)
         paths = [adapter.path for adapter in adapters]
 
-        # The base, each adapter alone, and their mean, by a mixture that is given up again.
+        # Measure the base, each adapter alone, their mean, and each row's own adapter, in a temporary mixture.
         mixture = lora_to_moe(base.load(settings.dtype), paths, top_k=1, mixing="projection").eval()
         scored = score_ways(mixture, parts, labels)
         model = regmean(mixture.unload(), paths, batches)
@@ -202,7 +204,7 @@ def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
 
 
 def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | None, list[LoraFolder]]:
-    """The mixture that an adapter joins, if it joins one, and the adapters."""
+    """Open the adapters, and the mixture `add_to` (None if not set). Raise if they or the labels do not fit."""
     adapters = [open_folder(name, "adapters", LoraFolder, base=settings.base) for name in settings.adapters or []]
     always = [] if settings.always is None else [open_folder(settings.always, "always", LoraFolder, base=settings.base)]
     _check_loras([*adapters, *always])
@@ -219,7 +221,7 @@ def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | N
 
 
 def _check_loras(loras: Sequence[LoraFolder]) -> None:
-    """Raise if two LoRAs are the same. Warn of one that changes nothing."""
+    """Raise if two LoRAs are the same. Warn if a LoRA changes nothing."""
     seen: dict[Any, LoraFolder] = {}
     for lora in loras:
         tensors = read_adapter_weights(lora.path, lora)
@@ -233,7 +235,7 @@ def _check_loras(loras: Sequence[LoraFolder]) -> None:
 def _joined_model(
     settings: MixSettings, base: Any, mixture: MoELoraFolder | None, adapters: Sequence[LoraFolder], source: Source
 ) -> Any:
-    """The base with a mixture of the adapters, or with the one that the adapter joins."""
+    """Return the base with a new mixture of the adapters, or with the mixture `add_to` and its new expert."""
     paths = [adapter.path for adapter in adapters]
     if mixture is not None:
         return put_expert(base, mixture.path, paths[0], settings.replace, source.new)
@@ -247,7 +249,10 @@ def _joined_model(
 def _renumbered(
     former: Sequence[Sums], source: Source, batches: list[dict[str, Any]] | None, num_experts: int
 ) -> list[Sums] | None:
-    """The sums of a mixture's experts, with a place for the new one's; None if there are texts of all experts."""
+    """
+    Return the sums of a mixture's experts, renumbered to leave a place for the new expert. None if the batches have
+    texts of other experts too: then all sums are computed anew.
+    """
     new = source.labels.index(source.new)
     if batches is not None and any((batch["expert"] != new).any() for batch in batches):
         return None
@@ -256,7 +261,7 @@ def _renumbered(
 
 
 def _say_cost(calibration: Dataset | None, held_out: Dataset | None, labels: Sequence[str]) -> None:
-    """Say what is to be read, before it begins."""
+    """Log how many texts will be read and in how many ways held-out rows will be answered."""
     if held_out is not None:
         ways = len(labels) + 4 if len(labels) <= MOST_ALONE else 5
         logger.info(
@@ -266,7 +271,7 @@ def _say_cost(calibration: Dataset | None, held_out: Dataset | None, labels: Seq
 
 
 def _keeps_sums(settings: MixSettings, model: Any) -> bool:
-    """Whether the sums of gates are computed, and kept, by expert."""
+    """Return whether to compute and keep the gates' sums by expert. Warn if they exceed the default size limit."""
     if settings.gates != "ridge":
         return False
     layers = routed_layers(model)
@@ -284,7 +289,7 @@ def _keeps_sums(settings: MixSettings, model: Any) -> bool:
 def _request_gate(
     source: Source, model: Any, calibration: Dataset | None, mixture: MoELoraFolder | None
 ) -> RequestGate | None:
-    """The gate for requests; None without texts, or where the mixture that an expert joins had none."""
+    """Return the gate for requests. None without texts, or if the mixture `add_to` has no such gate."""
     requests, settings = source.requests(calibration), source.settings
     if requests.keys() >= {*source.labels}:
         chat = any(not isinstance(request, str) for of_label in requests.values() for request in of_label)
@@ -309,7 +314,7 @@ def _request_gate(
 
 
 def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
-    """The base of adapters that become experts of one mixture; all must name the same, in one revision."""
+    """Return the base of the adapters for one mixture. Raise unless all name the same base and revision."""
     bases = [adapter.base for adapter in adapters]
     named = [base_named(base.path, base.revision) for base in bases]
     for adapter, name in zip(adapters, named, strict=True):
@@ -322,7 +327,7 @@ def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
 
 
 def warn_of_templates(parts: Sequence[AdapterFolder | DenseFolder]) -> None:
-    """Warn if experts were trained with different chat templates or EOS tokens: a mixture has the first one's."""
+    """Warn if experts had different chat templates or EOS tokens in training. A mixture has the first expert's."""
     for name, what in (("chat_template", "chat template"), ("eos_token", "EOS token")):
         values = [getattr(part.tokenizer, name) for part in parts]
         for part, value in zip(parts, values, strict=True):

@@ -1,4 +1,4 @@
-"""The settings of a mixture, in a module without torch, so that `moe-peft mix --help` needs none."""
+"""Settings of `moe-peft mix`. This module does not import torch, so `moe-peft mix --help` starts without it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ..utils.foreign import FOREIGN_TO_MIX
 from ..utils.messages import InputError
 from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
 
-OURS = "ours"  # of `neutral`
-MOST_ALONE = 8  # experts that are measured alone, each on all rows, and have columns of their own in tables
+OURS = "ours"  # value of `neutral` for the built-in list
+MOST_ALONE = 8  # up to this number, each expert is measured alone on all rows and has a column in tables
 
 
 _OF_MIXTURES = {"gates", "prompts", "always", "top_k", "attention", "mixing", "keep_sums"}
 
 
 class Prompts(Settings):
-    """What an expert is for, and what it is not for."""
+    """Texts of requests for an expert (positive), and of requests not for it (negative)."""
 
     positive: Texts
     negative: list[Text] = Field([])
 
 
 class MixSettings(Settings):
-    """The options of `moe-peft mix`, as flags and in a YAML file."""
+    """Settings of `moe-peft mix`, as flags or in a YAML file."""
 
     foreign = FOREIGN_TO_MIX
     output: Text = Field(title="FOLDER", description="folder for the mixture; new or empty")
@@ -137,7 +137,7 @@ class MixSettings(Settings):
         for name in ("data", "test_data"):
             files = getattr(self, name) or []
             wrong = bool(files) and (len(files) == 1) == (self.label_column is None)
-            wrong = wrong and not (self.add_to and len(files) == 1)  # it is the new expert's
+            wrong = wrong and not (self.add_to and len(files) == 1)  # a file of the new expert
             rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
         for wrong, message in rules:
             if wrong:

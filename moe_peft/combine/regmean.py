@@ -1,10 +1,10 @@
 """
-One LoRA out of several, in closed form: RegMean (Jin et al., 2023, arXiv 2212.09849), for LoRAs.
+Merges several LoRAs into one, in closed form: RegMean (Jin et al., 2023, arXiv 2212.09849) for LoRAs.
 
 In each linear, the merged update D is the least-squares fit to all LoRAs at once, `min Σ_i E|D x - D_i x|²`, where x
 are the linear's inputs in texts of adapter i: `D = Σ_i D_i G_i (Σ_j G_j + λI)⁻¹` with `G_i = E[x xᵀ]`. D is itself a
-LoRA, because `D_i = s_i B_i A_i`: it keeps every B_i, and has `A_i G_i (Σ_j G_j + λI)⁻¹` in place of A_i. Its rank is
-Σ_i r_i. General texts, which the base should go on answering as it does, add their G to the sum and no update.
+LoRA, because `D_i = s_i B_i A_i`: it keeps every B_i, and replaces A_i by `A_i G_i (Σ_j G_j + λI)⁻¹`. Its rank is
+Σ_i r_i. General texts should keep the base's answers: they add their G to the sum, with an update of 0.
 
 Legend: B texts of a batch, S positions, T tokens, d input size of a linear, n adapters, r rank.
 """
@@ -28,8 +28,8 @@ from ..utils.torch_contexts import double, evaluating
 
 logger = logging.getLogger("moe_peft")
 
-_TOKENS = 512  # of a product in float32; the sum of products is in float64
-_MEMORY = 2**32  # bytes of the sums that one pass over the texts takes
+_TOKENS = 512  # tokens per product in float32; products are summed in float64
+_MEMORY = 2**32  # bytes for the sums of one pass over the texts
 
 
 def regmean(
@@ -46,16 +46,17 @@ def regmean(
         model: the adapters' base, full precision or quantized; it gets the merged LoRA.
         adapters: n LoRA adapters: folders, PEFT models, or pairs of config and tensors. Ranks, scalings and adapted
             linears may differ.
-        batches: texts with `input_ids` and `attention_mask` [B, S] and `expert` [B]: the index of the adapter that each
-            text is for, or n for general texts. Each adapter needs some.
+        batches: texts with `input_ids` and `attention_mask` [B, S] and `expert` [B]: the index of the adapter for each
+            text, or n for general texts. Each adapter needs some texts.
         penalty: λ, as a share of the mean of the diagonal of Σ_j G_j.
-        memory: bytes for sums at a time; more linears than fit take further passes over the texts.
+        memory: bytes for the sums of one pass over the texts. If the sums of all linears need more, there are several
+            passes.
 
     Returns:
-        the base with a LoRA of rank Σ_i r_i, which saves, merges and serves like any other.
+        the base with a LoRA of rank Σ_i r_i. It saves, merges and serves like any other LoRA.
 
     Raises:
-        ValueError: an adapter has no texts, or is more than LoRAs on linears.
+        ValueError: an adapter has no texts, or has other parts than LoRAs on linears.
 
     Example:
 
@@ -99,7 +100,7 @@ def _merged_A(
     batches: Sequence[Mapping[str, torch.Tensor]],
     penalty: float,
 ) -> dict[str, torch.Tensor]:
-    """Return the merged A [Σ_i r_i, d] of some linears, float64 on the CPU, by one pass over the texts."""
+    """Compute the merged A [Σ_i r_i, d] of the linears `paths`, float64 on the CPU, in one pass over the texts."""
     total: dict[str, torch.Tensor] = {}  # Σ_j G_j
     numerator: dict[str, list[torch.Tensor]] = {path: [] for path in paths}  # A_i G_i
     for i in range(len(loras) + 1):
@@ -129,11 +130,11 @@ def _grams(
     expert: int,
 ) -> dict[str, torch.Tensor]:
     """
-    Return `G = E[x xᵀ]` [d, d] of the inputs of the linears `owners` at real tokens, float64.
+    Compute `G = E[x xᵀ]` [d, d] of the inputs of the linears `owners` at real tokens, float64.
 
     Args:
-        lora: is active while the texts run; None: the base alone.
-        expert: whose texts run.
+        lora: the LoRA active while the texts run; None: the base alone.
+        expert: index of an adapter, or n for general texts. Only texts with this index run.
     """
     grams: dict[str, torch.Tensor] = {}
     tokens = 0
@@ -178,7 +179,7 @@ def _updated(
 
 @torch.no_grad()
 def _shared_inputs(model: Any, linears: Mapping[str, nn.Module], batch: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return by linear the first one that reads the same input, as the gate and up projections of an FFN do."""
+    """Map each linear to the first linear with the same input. An FFN's gate and up projections share one."""
     owner: dict[str, str] = {}
     last: tuple[torch.Tensor | None, str] = (None, "")
 
@@ -197,7 +198,7 @@ def _shared_inputs(model: Any, linears: Mapping[str, nn.Module], batch: Mapping[
 
 
 def _groups(linears: Mapping[str, nn.Module], owner: Mapping[str, str], memory: int) -> Iterable[list[str]]:
-    """Return the linears in groups of which the sums fit the memory, those of one input together."""
+    """Group linears so the sums of a group fit the memory. Linears with a common input share sums and a group."""
     of_owner: dict[str, list[str]] = {}
     for path, first in owner.items():
         of_owner.setdefault(first, []).append(path)
@@ -214,7 +215,7 @@ def _groups(linears: Mapping[str, nn.Module], owner: Mapping[str, str], memory: 
 
 
 def _as_peft(model: nn.Module, loras: Sequence[PlainLora], merged: Mapping[str, torch.Tensor]) -> PeftModel:
-    """Return the base with a LoRA of these A, and of all B, each times its scaling."""
+    """Return the base with one LoRA of the merged A and all adapters' B, each B multiplied by its scaling."""
     rank = {path: len(A) for path, A in merged.items()}
     r = max(rank.values())
     others = {path: of for path, of in rank.items() if of != r}

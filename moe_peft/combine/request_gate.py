@@ -1,11 +1,12 @@
 """
-`RequestGate`: which of several adapters a request is for, or none of them, so that the base answers.
+`RequestGate` chooses one of several adapters for a request, or none: then the base answers.
 
-A request is read as a classifier before a server would read it: by itself, without the system prompt, the template's
-words, tools or earlier turns, which all requests share. Its tokens' mean, in the first quarter of the base's layers, is
-compared with those of a few texts for each adapter by kernel ridge regression. Nothing is trained.
+The gate reads a request by itself, like a classifier in front of a server: without the system prompt, the template's
+words, tools or earlier turns, which requests for all adapters share. It takes the mean of the request's tokens in the
+first quarter of the base's layers. Kernel ridge regression compares this mean with the means of a few texts for each
+adapter. Nothing is trained.
 
-Legend: R requests, L layers that are read, S positions, d hidden size, n adapters (and the base).
+Legend: R requests, L layers read, S positions, d hidden size, n adapters (and the base).
 """
 
 from __future__ import annotations
@@ -37,24 +38,25 @@ from ..utils.loading import NO_CODE, check_loaded, read_tokenizer
 from ..utils.messages import InputError, choice_error
 
 FILE = "request_gate.safetensors"
-BASE = "base"  # the choice of none of the adapters
-TEXTS = 4000  # about as many, of all classes, does a gate use at most
+BASE = "base"  # name for the choice of no adapter
+TEXTS = 4000  # a gate uses about this number of texts at most, over all classes
 _MARK = "(the request)"
 Message: TypeAlias = Mapping[str, Any]
 Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
 
 
 def neutral_requests() -> list[str]:
-    """General requests of many kinds, which no adapter is meant for: ours, in English."""
+    """Return the built-in list of general requests, in English: many kinds of requests, meant for no adapter."""
     return read_neutral(None)
 
 
 def read_neutral(file: str | None) -> list[str]:
     """
-    General requests: ours, or those of a file, one a line; empty lines and those that begin with `# ` do not count.
+    Read general requests, one per line, from a file (None: the built-in list). Empty lines and lines beginning with
+    `# ` do not count.
 
     Raises:
-        ValueError: the file cannot be read, or has too few.
+        ValueError: the file cannot be read, or has fewer than eight requests.
     """
     text = read_text(Path(__file__).with_name("neutral.txt") if file is None else file, f"neutral={file!r}")
     texts = [line.strip() for line in text.splitlines() if line.strip() and not f"{line} ".startswith("# ")]
@@ -64,12 +66,12 @@ def read_neutral(file: str | None) -> list[str]:
 
 
 def request_of(row: Mapping[str, Any]) -> Request:
-    """What a row of training data asks: its prompt, its messages, or its text."""
+    """Return the request in a row of training data: its prompt, its messages, or its text."""
     return next((row[name] for name in ("prompt", "messages", "text") if row.get(name)), "")
 
 
 def request_text(request: Request) -> str:
-    """What is asked: a text, or the last user message of a chat."""
+    """Return the text of a request: the request itself, or the last user message of a chat."""
     if isinstance(request, str):
         return request
     content = next((message.get("content") for message in reversed(request) if message.get("role") == "user"), "")
@@ -81,15 +83,15 @@ def request_text(request: Request) -> str:
 @dataclass(frozen=True)
 class RequestReader:
     """
-    How requests become tokens.
+    Tokenizes requests.
 
     Args:
-        tokenizer: the base's.
-        chat: whether a request stands in the chat template, as the base sees it in service, or is a text alone.
-        max_length: tokens of a request that are read, without the template's.
+        tokenizer: the base's tokenizer.
+        chat: whether to put a request in the chat template, as the base sees it in service. False: the text alone.
+        max_length: number of tokens to read of a request, not counting the template's tokens.
 
     Raises:
-        ValueError: there is no chat template, or it takes no message of a user alone.
+        ValueError: `chat` is True, and there is no chat template, or it does not accept a lone user message.
     """
 
     tokenizer: Any
@@ -102,20 +104,20 @@ class RequestReader:
                 self._in_template(_MARK)
 
     def batch(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask` and `counted`, the tokens of the requests themselves, [R, S] each."""
-        # What is surely too long is cut before it is tokenized, as others wait for it.
+        """Return `input_ids`, `attention_mask` and `counted`, 1 for tokens of the requests themselves, [R, S] each."""
+        # Cut texts surely longer than `max_length` before tokenizing them: other requests wait.
         texts = [text.strip()[: 32 * self.max_length].strip() for text in texts]
         read = []
         for text in texts:
             whole, start = self._rendered(text)
-            # The template has its own special tokens.
+            # The template adds special tokens itself.
             tokens = self.tokenizer(
                 whole, add_special_tokens=not self.chat, return_offsets_mapping=self.tokenizer.is_fast
             )
             end, ids = start + len(text), tokens["input_ids"]
             offsets = tokens.get("offset_mapping") or [(start, end)] * len(ids)
             own = [a < end and b > start and a < b for a, b in offsets]
-            # What comes after the last token that counts changes nothing.
+            # Tokens after the last counted token change nothing: drop them.
             last = [at for at, counts in enumerate(own) if counts][: self.max_length][-1:]
             length = last[0] + 1 if last else len(ids)
             read.append((ids[:length], own[:length]))
@@ -124,16 +126,16 @@ class RequestReader:
         for i, (tokens, own) in enumerate(read):
             ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.long), 1
             counted[i, : len(own)] = torch.tensor(own).long()
-        mask[:, 0] = 1  # an empty request
+        mask[:, 0] = 1  # for an empty request
         return {"input_ids": ids, "attention_mask": mask, "counted": counted}
 
     def _rendered(self, text: str) -> tuple[str, int]:
-        """A request in its form, and where its own text begins."""
+        """Return the text to tokenize for a request, and the position of the request in it."""
         return (self._in_template(text), self._start) if self.chat else (f"{text}\n", 0)
 
     @cached_property
     def _start(self) -> int:
-        """Where texts begin in the template; a short one may also be part of the template's own words."""
+        """Position of a request in the rendered template, found with a marker. The template may contain short texts."""
         return max(0, self._in_template(_MARK).find(_MARK))
 
     def _in_template(self, text: str) -> str:
@@ -144,20 +146,19 @@ class RequestReader:
 @dataclass
 class RequestGate:
     """
-    Which of several adapters a request is for, or none of them: what stands before a server that has the adapters by
-    name (`moe-peft pick`), or steers a mixture of them.
+    Chooses one of several adapters for a request, or none: then the base answers. It stands in front of a server with
+    the adapters under their names (`moe-peft pick`), or steers a mixture of the adapters.
 
     Args:
-        model: the base, or its first layers; with or without adapters, which are not used.
-        reader: how requests are read.
-        vectors: what each adapter is for: name → the vectors of its texts, float32 [R, L, d]; those of `"base"` are
-            general requests.
-        base: the base's folder or name, which `from_pretrained` loads.
-        revision: of the base on the hub.
+        model: the base, or its first layers, with or without adapters. Adapters are disabled.
+        reader: tokenizes requests.
+        vectors: adapter → vectors of texts for it, float32 [R, L, d]. `"base"` has the vectors of general requests.
+        base: folder or name of the base, loaded by `from_pretrained`.
+        revision: revision of the base on the hub.
         penalty: λ of the kernel ridge regression.
-        layers: of the model, which are read; None: the first quarter.
-        margin: by how much a request's score for an adapter must be above that for the base.
-        gone: the vectors of adapters that have left, whose requests the base answers.
+        layers: number of first layers to read; None: a quarter of the model's layers.
+        margin: an adapter is picked only if its score exceeds the base's score by this margin.
+        gone: vectors of removed adapters. The base answers their requests.
 
     Example:
 
@@ -187,23 +188,23 @@ class RequestGate:
 
     @cached_property
     def modules(self) -> list[nn.Module]:
-        """The FFNs whose inputs are read."""
+        """FFNs of the first layers. The gate reads their inputs."""
         layers = _quarter(text_config(self.model).num_hidden_layers) if self.layers is None else self.layers
         return first_ffns(self.model, layers)
 
     @cached_property
     def classifier(self) -> KernelRidge:
-        """Made for the first scores, as adapters may come and go before."""
+        """Regression from vectors to adapters, fitted at the first scores: adapters may be added or removed before."""
         return KernelRidge([*self.vectors.values(), *self.gone.values()], self.penalty)
 
     @property
     def names(self) -> list[str]:
-        """The adapters, in order."""
+        """Names of the adapters, in order."""
         return [name for name in self.vectors if name != BASE]
 
     @property
     def columns(self) -> list[str]:
-        """Name the columns of `scores`: the adapters, `"base"`, and adapters that have left."""
+        """Names of the columns of `scores`: the adapters, `"base"`, and removed adapters."""
         return [*self.vectors, *self.gone]
 
     @classmethod
@@ -218,16 +219,18 @@ class RequestGate:
         max_length: int = 1024,
     ) -> RequestGate:
         """
+        Build a gate from example requests for each adapter.
+
         Args:
-            base: the adapters' base: a folder, a name on the hub, or the model, then with its tokenizer.
-            requests: adapter → requests that it is for: dozens, better hundreds.
-            neutral: general requests, which the base answers; None: some of ours. None at all: `[]`, and each request
-                goes to some adapter.
-            chat: whether requests are read inside the chat template; None: if those given are chats.
-            max_length: tokens of a request that are read.
+            base: the adapters' base: a folder, a name on the hub, or a model (then give `tokenizer`).
+            requests: adapter → example requests for it: dozens, better hundreds.
+            neutral: general requests for the base to answer; None: the built-in English list. With `[]`, each request
+                with words goes to some adapter.
+            chat: whether to read requests inside the chat template; None: True if some of `requests` are chats.
+            max_length: number of tokens to read of a request.
 
         Raises:
-            ValueError: an adapter has no requests with words.
+            ValueError: `requests` names no adapter, or names one `"base"`; or an adapter has no requests with words.
         """
         if BASE in requests:
             raise InputError(f"requests: {BASE!r} is the name of the choice of no adapter; give that adapter another")
@@ -249,7 +252,7 @@ class RequestGate:
 
     def with_adapter(self, name: str, requests: Sequence[Request]) -> RequestGate:
         """
-        A gate with one adapter more, or another for the same name. Texts of the others are not needed.
+        Return a gate with an adapter added, or with new texts for its name. Texts of other adapters are not needed.
 
         Raises:
             ValueError: no request has words.
@@ -265,12 +268,12 @@ class RequestGate:
 
     def without_adapter(self, name: str, to_base: bool = False) -> RequestGate:
         """
-        A gate without an adapter.
+        Return a gate without an adapter.
 
         Args:
-            to_base: whether the base answers the adapter's requests, for which the gate keeps the vectors of its texts.
-                False: nothing is left of it, and its requests may go to another adapter; the gate is the one that the
-                others would have had without it.
+            to_base: whether the base answers the adapter's requests. The gate then keeps the vectors of the adapter's
+                texts. False: the gate is the same as if the adapter had never been there, and the adapter's requests
+                may go to another adapter.
         """
         if name not in (self.names if to_base else {**self.vectors, **self.gone}):
             raise InputError(choice_error("adapter", name, self.names))
@@ -278,12 +281,12 @@ class RequestGate:
         return dataclasses.replace(self, vectors=vectors, gone={**gone, name: self.vectors[name]} if to_base else gone)
 
     def in_order(self, names: Sequence[str]) -> RequestGate:
-        """The same gate with its adapters in another order, all of them."""
+        """Return the gate with its adapters in another order. `names` lists all of them."""
         assert {*names, BASE} >= self.vectors.keys()
         return self._with_vectors({name: self.vectors[name] for name in (*names, BASE) if name in self.vectors})
 
     def renamed(self, names: Mapping[str, str]) -> RequestGate:
-        """The same gate with other names of its adapters: old → new."""
+        """Return the gate with other names for its adapters: old → new."""
         return self._with_vectors({names.get(name, name): value for name, value in self.vectors.items()})
 
     def _with_vectors(self, vectors: dict[str, torch.Tensor]) -> RequestGate:
@@ -293,12 +296,12 @@ class RequestGate:
 
     @torch.no_grad()
     def read(self, requests: Sequence[Request], batch_size: int = 16) -> torch.Tensor:
-        """The vectors of requests, float32 [R, L, d]: the mean over a request's tokens of what each FFN reads."""
+        """Compute the vectors of requests, float32 [R, L, d]: the mean of each FFN's input over a request's tokens."""
         _check_requests(requests, "requests")
         if not len(requests):
             return torch.zeros(0, len(self.modules), text_config(self.model).hidden_size)
         texts = [request_text(request) for request in requests]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # of one length, there is little padding
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths need little padding
         found: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
         def add(i: int, batch: Any, mask_RS: torch.Tensor, x_RSD: torch.Tensor, output: Any) -> None:
@@ -313,11 +316,11 @@ class RequestGate:
         return vectors_RLD[torch.tensor(order).argsort()]
 
     def scores(self, requests: Sequence[Request]) -> torch.Tensor:
-        """How much each request is for each of `columns`, float64 [R, n]; about 0 to 1."""
+        """Return the score of each request for each of `columns`, float64 [R, n], about 0 to 1."""
         return self.classifier(self.read(requests))
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:
-        """The adapter that each request is for; None: the base, as for a request without words."""
+        """Return the adapter for each request, or None for the base. A request without words goes to the base."""
         names = [*self.vectors, *[BASE] * len(self.gone)]
         scores_RN = self.scores(requests)
         if BASE in names:
@@ -329,7 +332,10 @@ class RequestGate:
     # --- files -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
-        """Write the texts' vectors, not the texts, to a folder; with a mixture, they say what its adapters are for."""
+        """
+        Write the settings and the texts' vectors, not the texts, to a folder. In a mixture's folder, the vectors
+        describe the requests for the mixture's adapters.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         reader = self.reader
         about = {
@@ -343,10 +349,13 @@ class RequestGate:
         cls, folder: str | os.PathLike, base: Any = None, *, tokenizer: Any = None, dtype: str = "auto"
     ) -> RequestGate:
         """
+        Load a gate.
+
         Args:
-            folder: where `save_pretrained` or `moe-peft mix` wrote it. Its tokenizer, if it has one, reads requests.
-            base: the base, as in `fit`; None: the one that it was made with.
-            dtype: of the base's weights.
+            folder: folder written by `save_pretrained` or `moe-peft mix`. Its tokenizer, if it has one, reads requests
+                unless `tokenizer` is given.
+            base: the base, as in `fit`; None: the base named in the gate's file.
+            dtype: dtype of the base's weights.
         """
         path = Path(folder, FILE)
         about, vectors, gone = _read(path)
@@ -375,7 +384,7 @@ def _write(
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What `_write` wrote: the settings, and the vectors by name, also of adapters that have left."""
+    """Read a file of `_write`: settings, vectors by name, and vectors of removed adapters by name."""
     if not path.is_file():
         raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
     with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
@@ -395,7 +404,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str
 
 
 def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy the gate for requests beside a mixture, if there is one, without these adapters."""
+    """Copy the gate for requests from a mixture's folder, if it has one, without the adapters `names`."""
     if (source / FILE).is_file():
         about, *parts = _read(source / FILE)
         _write(folder / FILE, about, *({n: x for n, x in part.items() if n not in names} for part in parts))
@@ -404,11 +413,12 @@ def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
 class KernelRidge:
     """
     Kernel ridge regression from the vectors of texts to their class, with a Gaussian kernel: far from all texts, scores
-    are 0. Classes have the same weight, however many texts they have, and so do layers. The kernel's width is the root
-    mean square distance of two texts.
+    are 0. Classes have the same weight, however many texts they have. Layers have the same weight, too. The kernel's
+    width is the root mean square distance of two texts.
 
     Args:
-        classes: the vectors of each class's texts, [R, L, d]; of more than `TEXTS` in all, evenly spaced ones are used.
+        classes: the vectors of each class's texts, [R, L, d]. A class with more than `TEXTS`/n texts is thinned out
+            evenly.
         penalty: λ.
     """
 
@@ -429,34 +439,34 @@ class KernelRidge:
         self.coefficients_RN = torch.cholesky_solve(target_RN, torch.linalg.cholesky(kernel_RR))
 
     def __call__(self, x_RLD: torch.Tensor) -> torch.Tensor:
-        """Scores of vectors [R, L, d] for each class, float64 [R, n]."""
+        """Return scores of vectors [R, L, d] for each class, float64 [R, n]."""
         return self._kernel(self._scaled(x_RLD.float())) @ self.coefficients_RN
 
     def _scaled(self, x_RLD: torch.Tensor) -> torch.Tensor:
-        """Vectors whose squared distances have the mean 1, [R, L·d]."""
+        """Center and scale vectors, so squared distances of the texts have mean 1, [R, L·d]."""
         return ((x_RLD - self.mean_LD) / self.scale_L1).flatten(1)
 
     def _kernel(self, x_RF: torch.Tensor) -> torch.Tensor:
-        """exp(−d²/2) of vectors and those of the texts."""
+        """Return exp(−d²/2) for the distances d from vectors to the texts' vectors, float64."""
         return torch.cdist(x_RF, self.x_RF).double().square().mul(-0.5).exp()
 
 
 def _quarter(layers: int) -> int:
-    """How many of a model's layers decide: they tell requests apart as well as all of them."""
+    """Return a quarter of `layers`, rounded up. So many first layers tell requests apart as well as all layers."""
     return -(-layers // 4)
 
 
 def first_ffns(model: Any, count: int) -> list[nn.Module]:
-    """The FFNs of a model's first layers."""
-    layers, decoder = text_config(model).num_hidden_layers, base_model(model).get_decoder()  # not what sees images
+    """Return the FFNs of a model's first layers."""
+    layers, decoder = text_config(model).num_hidden_layers, base_model(model).get_decoder()  # not an image encoder
     ffns = [module for module in decoder.modules() if find_layout(module) is not None]
-    if len(ffns) < layers:  # what is not known as an FFN: read what its layer reads
+    if len(ffns) < layers:  # some FFNs have no known layout: read the layers' inputs
         ffns = next([*part] for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == layers)
     return ffns[:count]
 
 
 def _check_requests(requests: Any, source: str) -> None:
-    """Raise where one text, or one chat, is given as if it were many: its letters, or messages, would be read."""
+    """Raise if `requests` is one text or one chat: its letters or messages would be read as requests."""
     if isinstance(requests, str) or (requests and isinstance(requests[0], Mapping)):
         raise InputError(f"{source}: must be a list of texts, or of chats, each a list of messages")
 
@@ -464,7 +474,10 @@ def _check_requests(requests: Any, source: str) -> None:
 def _opened(
     base: Any, tokenizer: Any, dtype: str = "auto", revision: str | None = None
 ) -> tuple[Any, Any, str, int | None]:
-    """The base, its tokenizer, where it is, and how many layers are read: of a folder, no others are loaded."""
+    """
+    Return the base, its tokenizer, its path and the number of layers to read. From a folder or the hub, only these
+    layers are loaded. For a loaded model, the path is "" and the number None.
+    """
     if isinstance(base, nn.Module):
         if tokenizer is None:
             raise InputError("tokenizer=None: a model comes without one; give its tokenizer")
@@ -479,19 +492,19 @@ def _opened(
 
 
 def absolute(path: str) -> str:
-    """A folder as it is found from anywhere; a name on the hub as it is."""
+    """Return a folder's absolute path, or a name on the hub unchanged."""
     return os.path.abspath(path) if os.path.isdir(path) else path
 
 
 def first_layers(folder: WholeModel, dtype: str = "auto") -> Any:
-    """A model's first quarter of layers, in evaluation mode."""
+    """Load the first quarter of a model's layers, in evaluation mode."""
     config = copy.deepcopy(folder.config)
     text = config.get_text_config()
     text.num_hidden_layers = _quarter(text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # that others are left over is meant
+    transformers.logging.set_verbosity_error()  # weights of the other layers are unused on purpose
     try:
         with reading(folder):
             model, info = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""The texts of a mixture's experts: rows that set gates, held-out rows, requests, and general ones."""
+"""Texts of a mixture's experts: calibration rows for gates, held-out rows, requests, and general requests."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger("moe_peft")
 @dataclass(frozen=True)
 class Source:
     """
-    Rows by expert, of `--data` or `--test-data`.
+    Reads the experts' texts, from `--data`, `--test-data` or prompts.
 
     Args:
-        joins: whether they may be of the new expert alone, as there are sums of the others' texts.
+        joins: whether texts of the new expert alone are enough, because there are sums of the other experts' texts.
     """
 
     settings: MixSettings
@@ -41,7 +41,7 @@ class Source:
     joins: bool = False
 
     def by_expert(self, field: str) -> list[Dataset] | None:
-        """The rows of each expert, with a column `expert`; None if the field is not given."""
+        """Return the rows of each expert, with its index in a column `expert`. None if `field` is not set."""
         files, column = getattr(self.settings, field), self.settings.label_column
         if files is None:
             return None
@@ -79,11 +79,11 @@ class Source:
 
     @property
     def new(self) -> str:
-        """The expert that joins a mixture."""
+        """Name of the expert added to a mixture."""
         return self.labels[-1 if self.settings.replace is None else self.settings.replace]
 
     def _alone(self, named: str) -> list[str]:
-        """The labels, where there are only rows of the new expert."""
+        """Return only the new expert's label, for rows of it alone. Raise if there are no sums of other experts."""
         if self.joins:
             return [self.new]
         raise InputError(
@@ -92,7 +92,10 @@ class Source:
         )
 
     def split(self) -> tuple[Dataset | None, Dataset | None]:
-        """Calibration and held-out rows, which do not overlap."""
+        """
+        Return calibration rows and held-out rows. Without `--test-data`, both are from `--data`, without overlap.
+        Without `--data`, both are None.
+        """
         s = self.settings
         parts, tests = self.by_expert("data"), self.by_expert("test_data")
         if parts is None:
@@ -127,8 +130,8 @@ class Source:
 
     def batches(self, rows: Dataset | None) -> list[dict[str, torch.Tensor]] | None:
         """
-        Calibration batches of the prompts, or else of the rows, and of general requests. Each is of one expert, so that
-        what is kept of one does not depend on the others.
+        Return calibration batches of the prompts, if set, or the rows, and of general requests. None if the gates need
+        no texts. A batch has texts of one expert, so an expert's sums do not depend on the other experts' texts.
         """
         s, columns = self.settings, ["expert"]
         if s.prompts is not None:
@@ -149,12 +152,12 @@ class Source:
         ]
 
     def merge_batches(self, rows: Dataset) -> list[dict[str, torch.Tensor]]:
-        """Batches of the rows and of general requests (`expert` n), for `regmean`."""
+        """Return batches of the rows and of general requests (`expert` n), for `regmean`."""
         s = self.settings
         texts = neutral_texts(s.neutral)[0]
         if {"messages", "prompt"}.isdisjoint(rows.column_names):
             general: list[dict[str, Any]] = [{"text": text} for text in texts]
-        else:  # in the chat template, as rows are
+        else:  # in the chat template, like the rows
             general = [{"messages": [{"role": "user", "content": text}]} for text in texts]
         parts = [rows, Dataset.from_list([{**row, "expert": len(self.labels)} for row in general])]
         return [
@@ -166,12 +169,12 @@ class Source:
         ]
 
     def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
-        """What each expert is for, as requests."""
+        """Return example requests for each expert: its positive prompts, or the requests of its rows."""
         if self.settings.prompts is not None:
             return {label: [*prompts.positive] for label, prompts in self.settings.prompts.items()}
         found: dict[str, list[Request]] = {}
         for row in rows or ():
-            if request_text(request := request_of(row)).strip():  # tokens have none
+            if request_text(request := request_of(row)).strip():  # tokenized rows have no text
                 found.setdefault(self.labels[row["expert"]], []).append(request)
         return found
 
@@ -194,7 +197,7 @@ class Source:
 
 
 def _with_answers(rows: Dataset) -> Dataset:
-    """Chats as prompts and their last answers, if all end with one; else the rows as they are."""
+    """Split chats into prompts and last answers, if all end with an answer. Else return the rows unchanged."""
     chats = list(rows["messages"]) if "messages" in rows.column_names else []
     if not chats or not all(len(chat) > 1 and chat[-1]["role"] == "assistant" for chat in chats):
         return rows
@@ -203,12 +206,12 @@ def _with_answers(rows: Dataset) -> Dataset:
 
 
 def _joined(parts: Sequence[Dataset], field: str) -> Dataset:
-    """All rows; of messages, some may have keys that others lack."""
+    """Concatenate the rows. Their messages may have different keys."""
     with reading(f"{field}: rows of its files do not go together"):
         return Dataset.from_list([row for part in parts for row in part])
 
 
 def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:
-    """General requests, ours or those of a file, for gates and held out: every eighth."""
+    """Return general requests, built-in or from a file: for gates, and held out (every eighth)."""
     texts = read_neutral(None if file == OURS else file)
     return [text for i, text in enumerate(texts) if i % 8], texts[::8]

@@ -187,7 +187,7 @@ def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         calibration, held_out = source.split()
         assert calibration is not None and held_out is not None
         parts = source.parts(held_out)
-        _say_cost(calibration, held_out, labels)
+        _say_cost(calibration, held_out, labels, others=3)
         batches = source.merge_batches(calibration)
         paths = [adapter.path for adapter in adapters]
 
@@ -260,12 +260,17 @@ def _renumbered(
     return renumbered(former, [*range(new), None, *range(after, len(former[0]))][:num_experts])
 
 
-def _say_cost(calibration: Dataset | None, held_out: Dataset | None, labels: Sequence[str]) -> None:
-    """Log how many texts will be read and in how many ways held-out rows will be answered."""
+def _say_cost(calibration: Dataset | None, held_out: Dataset | None, labels: Sequence[str], others: int = 4) -> None:
+    """
+    Log how many texts will be read and in how many ways held-out rows will be answered.
+
+    Args:
+        others: ways besides each expert alone. By default the base, the mean, the gate for requests and the mixture.
+    """
     if held_out is not None:
-        ways = len(labels) + 4 if len(labels) <= MOST_ALONE else 5
+        ways = others + (len(labels) if len(labels) <= MOST_ALONE else 1)
         logger.info(
-            "%d texts are read once for the gates; %d held-out rows are answered in %d ways (fewer: --test-examples)",
+            "%d texts are read once; %d held-out rows are answered in %d ways (fewer: --test-examples)",
             len(calibration or ()), len(held_out), ways,
         )  # fmt: skip
 

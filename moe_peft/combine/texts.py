@@ -171,7 +171,7 @@ class Source:
     def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
         """Return example requests for each expert: its positive prompts, or the requests of its rows."""
         if self.settings.prompts is not None:
-            return {label: [*prompts.positive] for label, prompts in self.settings.prompts.items()}
+            return {label_text(label): [*prompts.positive] for label, prompts in self.settings.prompts.items()}
         found: dict[str, list[Request]] = {}
         for row in rows or ():
             if request_text(request := request_of(row)).strip():  # tokenized rows have no text

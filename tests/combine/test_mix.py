@@ -845,6 +845,7 @@ def test_a_name_is_the_same_however_its_accents_are_written(folder, data, given,
         own |= {"labels": ["a", data]} if given == "labels" else {}
     mix(settings(case, output=str(tmp_path / "out"), **own))
     assert PeftConfig.from_pretrained(tmp_path / "out").expert_names == ["a", COMPOSED]
+    assert (tmp_path / "out" / "request_gate.safetensors").is_file()
 
 
 @pytest.mark.parametrize("chats", [False, True])

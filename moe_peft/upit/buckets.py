@@ -1,7 +1,7 @@
 """
-How seed examples are assigned to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
+Assignment of seed examples to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
 
-A bucket is the list of an expert's example indices. S seed examples, n experts.
+A bucket is the list of an expert's example indices. There are S seed examples and n experts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Buckets = list[list[int]]
 @dataclass(frozen=True)
 class Seeds:
     """
-    What a rule may use.
+    Inputs of a rule.
 
     Args:
         count: S.
         num_experts: n.
-        seed: of everything random.
+        seed: seed of all random choices.
         perplexity_SN: every expert's perplexity on every example, for rules that need it.
         labels: one per example, for rules that need them.
         expert_map: label → experts, if the user gave it.
@@ -43,12 +43,12 @@ class Seeds:
 @dataclass(frozen=True)
 class BucketRule:
     """
-    A way to fill buckets.
+    A rule to fill buckets.
 
     Args:
         fill: seeds → n buckets.
         needs_perplexities: `fill` reads `perplexity_SN`: all experts are scored on all examples first.
-        needs_labels: `fill` reads `labels`: the data need a column of them.
+        needs_labels: `fill` reads `labels`: the data need a label column.
     """
 
     fill: Callable[[Seeds], Buckets]
@@ -58,14 +58,14 @@ class BucketRule:
 
 def perplexity_buckets(perplexity_SN: torch.Tensor) -> Buckets:
     """
-    Algorithm 3: each example in turn goes to the expert of lowest perplexity whose bucket has room, for `ceil(S / n)`
-    examples: so every example finds one.
+    Fill buckets by Algorithm 3. Each example in turn goes to the expert of lowest perplexity with room in its bucket. A
+    bucket has room for `ceil(S / n)` examples, so every example finds one.
 
     Args:
         perplexity_SN: perplexity of every expert on every example, [S, n].
 
     Returns:
-        n buckets. Between equal perplexities the earlier expert wins, and an infinite one comes last.
+        n buckets. Among equal perplexities the earlier expert wins. An infinite perplexity comes last.
     """
     examples, n = perplexity_SN.shape
     capacity = -(-examples // n)
@@ -82,7 +82,7 @@ def perplexity_buckets(perplexity_SN: torch.Tensor) -> Buckets:
 
 
 def random_buckets(examples: int, num_experts: int, seed: int) -> Buckets:
-    """Examples dealt out at random, at most `ceil(S / n)` to a bucket."""
+    """Deal examples out at random, at most `ceil(S / n)` to a bucket."""
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed)).tolist()
     return [sorted(order[i::num_experts]) for i in range(num_experts)]
 
@@ -91,13 +91,13 @@ def label_buckets(
     labels: Sequence[Any], num_experts: int, expert_map: Mapping[Any, Sequence[int]] | None = None
 ) -> Buckets:
     """
-    Examples by their label: each goes to the emptiest of its label's experts.
+    Assign examples by label: each goes to the emptiest bucket of its label's experts.
 
     Args:
         labels: one per example, [S]; compared as text, because YAML and datasets may give them different types.
         num_experts: n.
-        expert_map: label → experts, see `read_expert_map`. If None, the sorted labels take experts in turn (label j
-            those with i ≡ j modulo the number of labels).
+        expert_map: label → experts, see `read_expert_map`. If None, the sorted labels take experts in turn: label j
+            takes the experts i ≡ j modulo the number of labels.
     """
     labels = [label_text(label) for label in labels]
     if expert_map is None:

@@ -1,4 +1,4 @@
-"""Several runs in one table: what each was, what it cost, and what came of it."""
+"""Table of several runs: method, cost and results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..utils.messages import InputError
 from ..utils.model_card import card_facts
 from .stage_cache import MANIFEST
 
-Row = dict[str, Any]  # column → a number or a text; a number that a folder lacks is left out
+Row = dict[str, Any]  # column → a number or a text; a missing number is left out
 
 
 def compare(folders: Sequence[str]) -> list[Row]:
@@ -27,7 +27,7 @@ def compare(folders: Sequence[str]) -> list[Row]:
     Return a row for each folder: a run of a recipe, or a result of `moe-peft sft` or `dpo`.
 
     Raises:
-        ValueError: a folder is neither, or its files are damaged.
+        ValueError: a folder holds neither, or its files are damaged.
     """
     rows = []
     for name in folders:
@@ -66,7 +66,7 @@ def _of_recipe(folder: Path, manifest: dict[str, Any]) -> Row:
 
 
 def _of_training(folder: Path, state: dict[str, Any]) -> Row:
-    """Read what the last stage's log says, and the facts of the model card."""
+    """Read the last stage's log and the facts of the model card."""
     facts = " ".join(card_facts(folder).get("training", ())[-2:])
     row: Row = {"method": name[1] if (name := re.search(r"`(\w+)`", facts)) else "training"}
     log = {key: value for record in state["log_history"] for key, value in record.items()}
@@ -81,7 +81,7 @@ _READERS = {MANIFEST: _of_recipe, TRAINER_STATE_NAME: _of_training}
 
 
 def print_comparison(rows: Sequence[Row]) -> None:
-    """Print the rows; a table that is wider than the terminal has a column for each folder instead."""
+    """Print the rows as a table. If it is wider than the terminal, print a column for each folder."""
     columns = _columns(rows)
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     console = Console(markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""What the stages of a run share: the recipe, its base and data, the budget, and the records of what is done."""
+"""State shared by a run's stages: the recipe, the base model, the data, the budget, and the records of done stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .recipe import TRAINED, Recipe
 
 @dataclass(frozen=True)
 class Budget:
-    """Passes over the training data that each training stage gets; 0 where it does not run."""
+    """Passes over the training data in each training stage; 0 for a stage that does not run."""
 
     prepare: float
     router_init: float
@@ -36,8 +36,8 @@ class Budget:
 
 def budget(recipe: Recipe, rows: int) -> Budget:
     """
-    How the recipe's passes over `rows` examples are split. Stage 3's passes stand beside them, or with
-    `router_init.within_budget` are taken from stage 4's.
+    Split the recipe's passes over `rows` examples among the stages. Stage 3's passes are added to the recipe's, or with
+    `router_init.within_budget` taken from stage 4's.
     """
     total = recipe.num_train_epochs
     first = total * recipe.prepare_share if recipe.prepares else 0.0
@@ -58,12 +58,12 @@ def budget(recipe: Recipe, rows: int) -> Budget:
 @dataclass
 class RunContext:
     """
-    A run, as its stages see it. Inputs are read when they are first needed.
+    State of a run. Inputs are read when they are first needed.
 
     Args:
-        recipe: what to do.
-        kind: what its experts are.
-        records: of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files.
+        recipe: the run's recipe.
+        kind: the kind of its experts.
+        records: records of the done stages, by name: fingerprint, metrics, sizes and hashes of files.
     """
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class RunContext:
 
     @cached_property
     def root(self) -> Path:
-        """The folder of the run."""
+        """Folder of the run."""
         return Path(self.recipe.output_dir).expanduser()
 
     @property
@@ -94,12 +94,12 @@ class RunContext:
 
     @cached_property
     def positions(self) -> int | None:
-        """The longest text that the base takes, where it has an embedding for each position; None for any length."""
+        """Maximum text length of the base model if it has position embeddings; None for any length."""
         return most_positions(self.base)
 
     @cached_property
     def hashes(self) -> dict[str, Any]:
-        """The hashes of the inputs."""
+        """Hashes of the inputs."""
         name = Path(self.base.name_or_path)
         commit = getattr(self.base.config, "_commit_hash", None)
         return {
@@ -112,8 +112,10 @@ class RunContext:
 
     def check_data(self, templates: Mapping[str | None, str]) -> None:
         """
+        Raise if the data do not fit the chat templates, or a template in the mode "lora" changes the embeddings.
+
         Args:
-            templates: what names the stages' chat templates, each with its field.
+            templates: the stages' chat templates, each with its field.
         """
         tokenizer = self.base.tokenizer
         for path, field_name in templates.items():
@@ -128,7 +130,7 @@ class RunContext:
             check_domains(self.eval_data, self.recipe.data.label_column, "data.eval: ")
 
     def check_base(self) -> None:
-        """Raise an `InputError` if the base's or given experts' files cannot be read, or not become the MoE."""
+        """Raise an `InputError` if the base's or given experts' files cannot be read or cannot become the MoE."""
         section = self.recipe.prepare
         adapters = [open_folder(path, "prepare.adapters", LoraFolder) for path in section.adapters or []]
         checkpoints = [open_folder(path, "prepare.checkpoints", DenseFolder) for path in section.checkpoints or []]
@@ -145,7 +147,7 @@ class RunContext:
 
 
 def most_positions(base: Base) -> int | None:
-    """The longest text that a base takes, where it has an embedding for each position; None for any length."""
+    """Return the maximum text length of a base model with position embeddings; None for any length."""
     config = base.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     if most is None or hasattr(config, "rope_parameters"):
@@ -153,16 +155,14 @@ def most_positions(base: Base) -> int | None:
     model = base.empty()
     words = model.get_input_embeddings()
     tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
-    return most if any(most <= table.num_embeddings <= most + 2 for table in tables) else None  # OPT's begins at 2
+    return most if any(most <= table.num_embeddings <= most + 2 for table in tables) else None  # OPT has 2 more
 
 
 # --- hashes of inputs ------------------------------------------------------------------------------------------------
 
 
 def _hash_folder(folder: Path) -> str:
-    """
-    The hash of a model's or an adapter's files, without what tools and people leave beside them: hidden files, a card.
-    """
+    """Return the hash of a model's or an adapter's files, except hidden files and the model card."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     names = {path.name: hash_file(path) for path in files if path.name != "README.md"}
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()
@@ -176,7 +176,9 @@ def _hash_rows(dataset: Dataset) -> str:
 
 
 def hash_template(path: str | None) -> str | None:
-    """The hash of a chat template's file, or of a tokenizer's folder's; a name on the hub stands for itself."""
+    """
+    Return the hash of a chat template, from its file or a tokenizer's folder. A name on the hub is returned as it is.
+    """
     if path is None or not Path(path).exists():
         return path
     template = chat_template(path, "chat_template_path") or ""

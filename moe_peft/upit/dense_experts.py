@@ -1,4 +1,4 @@
-"""Experts that are complete FFNs, each in a dense model: the result is a native MoE checkpoint."""
+"""Experts that are complete FFNs, each in a dense model. The result is a native MoE checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DenseExperts(ExpertKind):
     # --- folders ----------------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> PreTrainedModel:
-        """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
+        """Load a model from a stage's or the user's folder, with the recipe's dtype and attention implementation."""
         return replace(self.base, name_or_path=str(folder), revision=None, field="model").load()
 
     @staticmethod
@@ -68,7 +68,7 @@ class DenseExperts(ExpertKind):
         )[1]
 
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
-        """A dense model with the mean weights, one tensor in memory at a time."""
+        """Write a dense model with the mean weights, with one tensor in memory at a time."""
         models = [Checkpoint(expert) for expert in experts]
         link_model(experts[0], folder, weights=False)
         names = [name for name in models[0] if not name.endswith(NOT_WEIGHTS)]
@@ -84,7 +84,7 @@ class DenseExperts(ExpertKind):
 
     @staticmethod
     def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
-        """Every layer's FFN."""
+        """Return the name of every layer's FFN."""
         return [f"model.layers.{layer}.mlp" for layer in range(model.config.num_hidden_layers)]
 
     @staticmethod
@@ -103,7 +103,7 @@ class DenseExperts(ExpertKind):
 
     @staticmethod
     def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
-        """The texts run through the model with the mean weights."""
+        """Compute gates by running the texts through the model with the mean weights."""
         mean = mean_model([open_folder(folder, "experts", DenseFolder) for folder in folders])
         to_device(mean)
         return [weight.float() for weight in dense_gates(mean, way, texts, len(folders))]
@@ -111,7 +111,7 @@ class DenseExperts(ExpertKind):
     def planned_with_vectors(self, base: PreTrainedModel) -> PreTrainedModel:
         return self.add_vectors(base, self.base.folder, self.routed_modules(base, ()), seed=0)
 
-    # --- stage 4 and what follows -----------------------------------------------------------------------------------
+    # --- stage 4 and later ------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         moe, data = self.recipe.moe, self.recipe.data
@@ -123,7 +123,7 @@ class DenseExperts(ExpertKind):
 
     @property
     def _by_attention(self) -> bool:
-        """Whether the base's attention initializes the routers."""
+        """True if the routers are initialized by attention."""
         return self.recipe.moe.get("router_init") == "attention"
 
     def check_base(self) -> None:
@@ -136,7 +136,10 @@ class DenseExperts(ExpertKind):
     def calibration(
         self, experts: Sequence[Path], data: Dataset, args: SFTConfig, seed: int
     ) -> list[dict[str, torch.Tensor]] | None:
-        """Batches for the attention that initializes routers: of a stage before this one, or the base's."""
+        """
+        Return batches to initialize routers by attention, or None. Without experts, tokens unknown to the base are
+        masked.
+        """
         if not self._by_attention:
             return None
         section = self.recipe.data
@@ -144,7 +147,7 @@ class DenseExperts(ExpertKind):
             data, self.base.tokenizer, section.calibration_examples, max_length=section.calibration_length, seed=seed,
             args=args,
         )  # fmt: skip
-        if not experts:  # the base knows no tokens that a chat template adds
+        if not experts:  # the base has no embeddings for tokens added by a chat template
             vocab_size = self.base.config.get_text_config().vocab_size
             for batch in batches:
                 batch["attention_mask"] = batch["attention_mask"] * (batch["input_ids"] < vocab_size)
@@ -154,10 +157,10 @@ class DenseExperts(ExpertKind):
     def assemble(
         self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
     ) -> PreTrainedModel:
-        """A native MoE of the experts that there are, or of copies of the base's FFNs."""
+        """Assemble a native MoE from the experts, or from copies of the base's FFNs."""
         r, assembled = self.recipe, state / "assembled"
         calibration = self.calibration(experts, data, args, seed)  # in every process: TRL's preparation waits for all
-        with without_zero3():  # which would shard the models of one process among all
+        with without_zero3():  # ZeRO-3 would shard the main process's models among all processes
             on_main_process(
                 lambda: None if assembled.exists() else self.write_moe(assembled, experts, routers, calibration, seed)
             )
@@ -172,16 +175,16 @@ class DenseExperts(ExpertKind):
     def write_moe(
         self, folder: Path, experts: Sequence[Path], routers: Path | None, calibration: Any, seed: int
     ) -> None:
-        """Write the native MoE that is trained."""
+        """Write the native MoE to train."""
         r = self.recipe
         overrides: dict[str, Any] = {}
-        if calibration is not None and r.post_train.router:  # which replace the gates
+        if calibration is not None and r.post_train.router:  # these routers replace the gates
             calibration, overrides = None, {"router_init": UpcycleConfig.router_init, "router_num_heads": None}
         if routers is not None:
             overrides = {
                 "router_init": "given",
                 "router_weights": str(routers),
-                "router_init_std": UpcycleConfig.router_init_std,  # the recipe's is for methods without stage 3
+                "router_init_std": UpcycleConfig.router_init_std,  # the recipe's value is for methods without stage 3
             }
         models: Any = list(experts)
         if not r.facts.prepares:
@@ -197,7 +200,7 @@ class DenseExperts(ExpertKind):
         return native
 
     def _config(self, base: PreTrainedConfig) -> PreTrainedConfig:
-        """The native MoE's config."""
+        """Return the native MoE's config."""
         return upcycled_config(base, self.recipe.upcycle_config())[1]
 
     def put_routers(self, model: PreTrainedModel, seed: int = 0) -> None:
@@ -213,7 +216,7 @@ class DenseExperts(ExpertKind):
         copy_companions(self.base.folder, folder, TERMS)
 
     def _fold(self, folder: Path) -> None:
-        """Write plain gates for the recipe's routers, if they fold into them."""
+        """Replace the recipe's routers in the folder by plain gates, if they can be folded."""
         model = self.load(folder)
         try:
             fold_routers(model)
@@ -225,7 +228,7 @@ class DenseExperts(ExpertKind):
     def load_result(self, folder: Path, seed: int) -> tuple[PreTrainedModel, PreTrainedModel]:
         model, base = self.load(folder), self.base.load()
         base_rows, rows = (m.get_input_embeddings().weight.shape[0] for m in (base, model))
-        if rows > base_rows:  # a chat template added tokens, whose embeddings began like this in training
+        if rows > base_rows:  # a chat template added tokens; their embeddings began like this in training
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 base.resize_token_embeddings(rows)

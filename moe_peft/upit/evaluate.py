@@ -1,4 +1,4 @@
-"""The last stage: held-out losses by domain, and where the tokens of each domain go, for the result and its base."""
+"""Last stage: held-out losses by domain and the routing of each domain's tokens, for the result and its base."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from .stages import TrainerStage
 
 class Evaluation(NamedTuple):
     """
-    What `evaluate` measures.
+    Results of `evaluate`.
 
     Args:
         losses: `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as
-            `"mean"`, the mean over domains. A domain of that name is `"mean (domain)"`.
-        shares: domain → the share of token assignments of every layer and expert, [L, n]; none without routers.
+            `"mean"`, the mean over domains. A domain called `"mean"` becomes `"mean (domain)"`.
+        shares: domain → the share of token assignments of every layer and expert, [L, n]; empty without routers.
         health: how evenly the experts are used; None without routers.
     """
 
@@ -70,13 +70,13 @@ def evaluate(
     label_mask: Mapping[str, Sequence[int]] | None = None,
 ) -> Evaluation:
     """
-    Losses of the model and of its base, routing shares, and how evenly the experts are used.
+    Compute losses of the model and of its base, routing shares, and how evenly the experts are used.
 
     Args:
-        dataset: held-out examples; `args` says how they are prepared.
+        dataset: held-out examples; `args` sets their preparation.
         label_column: a column of domains.
         base: the model to compare with; None takes the model without its adapter.
-        label_mask: domain → the indices of the only experts that its tokens may go to; None: all.
+        label_mask: domain → indices of the experts allowed for its tokens; None: all experts.
     """
     check_domains(dataset, label_column, "evaluate: ")
     args = copy.copy(args)
@@ -110,7 +110,7 @@ def evaluate(
 
 
 def _gather(statistics: RoutingStatistics) -> None:
-    """Count the batches of all processes."""
+    """Sum the counts of all processes."""
     if PartialState().num_processes > 1:
         statistics.counts = sum(gather_object([statistics.counts]))
         statistics.tokens = sum(gather_object([statistics.tokens]))
@@ -120,7 +120,7 @@ def _gather(statistics: RoutingStatistics) -> None:
 
 
 class Evaluate(TrainerStage):
-    """Held-out losses by domain, and where the tokens of each domain go."""
+    """Held-out losses by domain, and the routing of each domain's tokens."""
 
     name = "evaluate"
     inputs = ("model", "eval", "chat_template")
@@ -131,24 +131,24 @@ class Evaluate(TrainerStage):
 
     @property
     def _trained(self) -> tuple[str, dict[str, Any]]:
-        """The stage that trains the result, and its own training arguments."""
+        """Stage that trains the result, and the training arguments in its section."""
         name = "post_train" if self.recipe.facts.assembles else "prepare"
         return name, getattr(self.recipe, name).sft
 
     @property
     def template(self) -> tuple[str, str | None]:
-        """The chat template of the stage that trains the result."""
+        """Chat template of the stage that trains the result."""
         name, sft = self._trained
         if "chat_template_path" in sft:
             return f"{name}.sft.chat_template_path", sft["chat_template_path"]
         return super().template
 
     def examples(self) -> Dataset:
-        assert self.context.eval_data is not None  # or the stage would not be wanted
+        assert self.context.eval_data is not None  # `wanted` requires it
         return self.context.eval_data
 
     def example_arguments(self, **overrides: Any) -> SFTConfig:
-        """Examples are scored one by one."""
+        """Return training arguments that score examples one by one."""
         return self.arguments(**{"packing": False, "padding_free": False, **overrides})
 
     def arguments(self, **overrides: Any) -> SFTConfig:
@@ -157,7 +157,7 @@ class Evaluate(TrainerStage):
 
     @property
     def label_mask(self) -> dict[str, list[int]] | None:
-        """The experts that tokens of a label may go to, if stage 4 trained with such a mask."""
+        """Experts allowed for the tokens of each label, if stage 4 trained with such a mask."""
         return self.recipe.expert_map if self.recipe.masks_labels else None
 
     def settings(self) -> dict[str, Any]:
@@ -185,11 +185,13 @@ class Evaluate(TrainerStage):
 
     @property
     def _labels_route(self) -> bool:
-        """Whether labels ask for uneven loads."""
+        """True if an expert map asks for uneven loads."""
         return self.recipe.expert_map is not None
 
     def _write_page(self, measured: Evaluation, folder: Path) -> None:
-        """`losses.png`, `routing.png` and `report.html`: losses beside the base's, and routing."""
+        """
+        Write `losses.png`, `routing.png` and `report.html`, with the result's losses, the base's, and the routing.
+        """
         r, base = self.recipe, model_name(self.recipe.model.name_or_path)
         title, shares, health = f"{method_name(r.method)} on {base}", measured.shares, measured.health
         losses = dict(zip(("base", method_name(r.method)), measured.losses.values(), strict=True))

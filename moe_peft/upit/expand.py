@@ -1,6 +1,6 @@
 """
-Stage 2, expert expansion: merges experts into further ones (UpIT, section 2.2, Algorithm 2). LoRA adapters are read
-completely, and no base model is needed; dense checkpoints are read and written tensor by tensor.
+Stage 2, expert expansion: merges experts into further ones (UpIT, section 2.2, Algorithm 2). LoRA adapters are loaded
+completely, and no base model is needed. Dense checkpoints are read and written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def expand_experts(
     Args:
         experts: LoRA adapter folders, all of one configuration.
         output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
-        num_experts: how many there are afterwards.
-        method: how parents are chosen: `"genetic"`: the pair that is least similar; `"random"`: any; `"none"`: there is
-            no expansion, and more experts than there are raise an error.
-        similarity: what is compared for this: the LoRAs' `"update"` B A, or their `"values"`.
-        drop_rate: the share of values that merging drops (DARE).
-        seed: of what is drawn.
+        num_experts: number of experts afterwards.
+        method: selection of the parents: `"genetic"`: the least similar pair; `"random"`: a random pair; `"none"`: no
+            expansion; raises an error if it is needed.
+        similarity: parameters to compare for `"genetic"`: the LoRAs' `"update"` B A, or their `"values"`.
+        drop_rate: share of values dropped by merging (DARE).
+        seed: seed of all random choices.
 
     Returns:
         the n folders, and the descent of each new expert.
@@ -101,7 +101,7 @@ def expand_experts(
 
 
 def _check_alike(adapters: Sequence[LoraFolder]) -> None:
-    """Raise an `InputError` if adapters are more than LoRAs of linears, or differ in what an update is."""
+    """Raise an `InputError` if adapters are more than LoRAs of linears, or differ in rank or scaling."""
     for adapter in adapters:
         check_only_linears(adapter.config, adapter.tensors, str(adapter))
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -114,7 +114,7 @@ def _check_alike(adapters: Sequence[LoraFolder]) -> None:
 
 
 class _Displacements(Mapping[str, torch.Tensor]):
-    """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
+    """A checkpoint's FFN weights minus the base's, in float32. Each is computed when it is read."""
 
     def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
         self.folder, self.base, self.names = folder, base, names
@@ -142,8 +142,8 @@ def expand_checkpoints(
 ) -> tuple[list[Path], list[Descent]]:
     """
     Merge dense checkpoints into further ones until there are `num_experts`. FFNs are merged by DARE of their
-    displacements from the base's, all other weights by averaging the parents'. The similarity of two experts is the
-    cosine of the displacements of all FFNs.
+    displacements from the base's FFNs, all other weights by averaging the parents'. The similarity of two experts is
+    the cosine of the displacements of all FFNs.
 
     Args:
         experts: model folders, fine-tuned from `base`.

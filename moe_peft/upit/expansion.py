@@ -1,5 +1,5 @@
 """
-UpIT's Algorithm 2 as pure functions: how similar experts are, the DARE merge of two, expansion to more experts.
+UpIT's Algorithm 2 as pure functions: the similarity of experts, the DARE merge of two, expansion to more experts.
 
 An expert is a mapping of names to tensors, with the same names in every expert. LoRA experts have PEFT's names:
 `lora_A` [r, in] and `lora_B` [out, r] of each module.
@@ -24,27 +24,28 @@ Expansion = Literal["genetic", "random", "none"]
 
 @dataclass(frozen=True)
 class Descent:
-    """The origin of an expert that expansion made."""
+    """Origin of an expert made by expansion."""
 
     expert: int
     parents: tuple[int, int]
     alpha: float  # weight of the first parent; the second has 1 - alpha
     drop_rate: float
-    similarity: float | None  # of the parents; None if the pair was drawn at random
+    similarity: float | None  # of the parents; None if the pair was random
 
 
 def values_inner(a: Expert, b: Expert) -> float:
-    """Inner product of the flattened parameters, in float64."""
+    """Return the inner product of the flattened parameters, in float64."""
     return sum(float(torch.dot(a[name].flatten().double(), b[name].flatten().double())) for name in sorted(a))
 
 
 def update_inner(a: Expert, b: Expert, scaling: Mapping[str, float] | None = None) -> float:
     """
-    Inner product of the LoRA updates s B A over all modules, in float64: Σ s² ⟨B_a A_a, B_b A_b⟩ = Σ s² sum((B_aᵀ B_b)
-    ∘ (A_a A_bᵀ)), which needs only r×r matrices, none of out×in.
+    Return the inner product of the LoRA updates s B A over all modules, in float64.
+
+    Σ s² ⟨B_a A_a, B_b A_b⟩ = Σ s² sum((B_aᵀ B_b) ∘ (A_a A_bᵀ)) needs only r×r matrices, none of out×in.
 
     Args:
-        scaling: each module's s by the name of its A; None: all have the same, and count as 1.
+        scaling: each module's s by the name of its A; None: s is the same in all modules and counts as 1.
     """
     total = 0.0
     for name in sorted(name for name in a if ".lora_A." in name):
@@ -58,7 +59,7 @@ def update_inner(a: Expert, b: Expert, scaling: Mapping[str, float] | None = Non
 def dare_tensor(
     a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """`dare_merge` of one tensor."""
+    """Apply `dare_merge` to one tensor."""
     parts = []
     for weight, tensor in ((alpha, a), (1 - alpha, b)):
         kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
@@ -76,8 +77,8 @@ def dare_merge(
     a: Expert, b: Expert, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """
-    `DARE(α a, (1-α) b)`: every entry of each parent is dropped with probability `drop_rate` and the rest are divided by
-    `1 - drop_rate`; then both parents are added (Yu et al., 2024, as UpIT's Algorithm 2 uses it).
+    Merge two experts by DARE: `DARE(α a, (1-α) b)`. Drop each entry of each parent with probability `drop_rate`, divide
+    the rest by `1 - drop_rate`, and add both parents (Yu et al., 2024, as in UpIT's Algorithm 2).
 
     Args:
         a: an expert.
@@ -104,8 +105,8 @@ def expand(
     merge: Merge = dare_merge,
 ) -> tuple[list[Expert], list[Descent]]:
     """
-    Make more experts from the given ones (UpIT, Algorithm 2): merge the least similar pair of all experts so far by
-    DARE with random weights, until there are `num_experts`.
+    Make more experts from the given ones (UpIT, Algorithm 2). Merge the least similar pair of all experts so far by
+    DARE with a random weight, until there are `num_experts`.
 
     Each step computes similarities for the newest expert only.
 
@@ -113,15 +114,15 @@ def expand(
         experts: m ≥ 2 experts (m ≥ 1 if no more are needed).
         num_experts: n ≥ m.
         method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: no expansion; raises an error
-            if one is needed.
+            if it is needed.
         similarity: the cosine of `"update"` B A, or of the parameters' `"values"`.
         drop_rate: DARE's p.
         seed: the same seed gives the same experts, bit for bit.
-        scaling: the factor of each module's update by the name of its A, for `"update"`; None: they are all alike.
+        scaling: the factor of each module's update by the name of its A, for `"update"`; None: all factors are equal.
         merge: makes a new expert from two; replace it for experts that are not in memory.
 
     Returns:
-        all n experts, the given ones first, and the descent of each new one.
+        all n experts, the given ones first, and the descent of each new expert.
     """
     _check(experts, num_experts, method)
     family, descents = list(experts), list[Descent]()
@@ -148,7 +149,7 @@ def _cosine(gram: list[list[float]], j: int, k: int) -> float:
 
 
 def _check(experts: Sequence[Expert], num_experts: int, method: Expansion) -> None:
-    """Raise a ValueError if experts cannot be expanded as asked, or if that would spread what is not a number."""
+    """Raise a ValueError if the experts cannot be expanded to `num_experts`, or hold NaN or infinity."""
     m = len(experts)
     if not 1 <= m <= num_experts:
         raise InputError(f"num_experts={num_experts}: {m} experts are given; ask for that many or more")

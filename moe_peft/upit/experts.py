@@ -1,4 +1,4 @@
-"""What experts are, for the stages: folders of one kind. `LoraExperts` and `DenseExperts` are the two kinds."""
+"""Kinds of experts, as the stages use them. An expert is a folder; the kinds are `LoraExperts` and `DenseExperts`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TrainedModel: TypeAlias = PeftModel | PreTrainedModel
 
 class ExpertKind(ABC):
     """
-    A kind of experts: what is done with their folders and models, and what the stages of a recipe make of them.
+    A kind of experts: operations on their folders and models, in each stage of a recipe.
 
     Args:
-        recipe: of the run. Static methods do not need one.
+        recipe: the run's recipe. Static methods do not need it.
     """
 
-    output: ClassVar[str]  # the folder of a run's result
+    output: ClassVar[str]  # name of the result's folder
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -47,16 +47,16 @@ class ExpertKind(ABC):
     @staticmethod
     @abstractmethod
     def copy(source: Path, target: Path) -> None:
-        """Copy an expert to another folder, without anything else in its own."""
+        """Copy an expert to another folder, without other files in its folder."""
 
     @staticmethod
     @abstractmethod
     def scored(load: Load, folders: Sequence[Path]) -> Iterator[TrainedModel]:
-        """The experts' models, one after the other."""
+        """Yield the experts' models, one after the other."""
 
     @abstractmethod
     def merge(self, experts: Sequence[Path], folder: Path, seed: int) -> list[Descent]:
-        """Write to `folder` the experts and, merged from them, further ones up to the recipe's number."""
+        """Write to `folder` the experts and further ones merged from them, up to the recipe's number."""
 
     @abstractmethod
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
@@ -65,41 +65,41 @@ class ExpertKind(ABC):
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
-        """What is trained of a base; None trains all weights."""
+        """Return the config of the LoRA to train; None trains all weights."""
         return None
 
     @abstractmethod
     def planned_expert(self, base: PreTrainedModel) -> TrainedModel:
-        """What stage 1 trains."""
+        """Return the model that stage 1 trains."""
 
     # --- stage 3 ----------------------------------------------------------------------------------------------------
 
-    part: ClassVar[str]  # in the names of the parameters that are an expert
+    part: ClassVar[str]  # part of the names of an expert's parameters
 
     @abstractmethod
     def load(self, folder: Path) -> PreTrainedModel:
-        """An expert's dense model, or the base of its LoRA."""
+        """Load an expert's dense model, or the base of its LoRA."""
 
     @staticmethod
     @abstractmethod
     def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
-        """The modules that get a router."""
+        """Return the names of the modules that get a router."""
 
     @staticmethod
     @abstractmethod
     def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> TrainedModel:
-        """The model of the expert in a folder, with new routing vectors for these of its modules."""
+        """Return the model of the expert in a folder, with new routing vectors for the named modules."""
 
     @classmethod
     def train(cls, model: nn.Module, experts: bool) -> None:
-        """Train an expert's routing vectors alone, or the expert too."""
+        """Make an expert's routing vectors trainable, with or without the expert's own parameters."""
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_vector(name) or (experts and cls.part in name))
 
     @staticmethod
     @abstractmethod
     def vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
-        """The routing vectors [d] in a checkpoint, one for each routed module."""
+        """Read the routing vectors [d] in a checkpoint, one for each routed module."""
 
     @staticmethod
     @abstractmethod
@@ -109,42 +109,42 @@ class ExpertKind(ABC):
     @staticmethod
     @abstractmethod
     def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
-        """Gates [n, d] for each routed module, made without training from texts of each expert; see `init_gates`."""
+        """Compute gates [n, d] for each routed module from texts of each expert, without training; see `init_gates`."""
 
     @abstractmethod
     def planned_with_vectors(self, base: PreTrainedModel) -> TrainedModel:
-        """What stage 3 trains of one expert."""
+        """Return the model that stage 3 trains for one expert."""
 
-    # --- stage 4 and what follows -----------------------------------------------------------------------------------
+    # --- stage 4 and later ------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The settings, by name, that decide what is assembled, besides those of all kinds."""
+        """Return further settings of this kind, by name, that change the assembled MoE."""
         return {}
 
     @abstractmethod
     def check_base(self) -> None:
-        """Raise a `ValueError` if the base, or given experts, cannot become what the recipe asks for."""
+        """Raise a `ValueError` if the base model or given experts cannot become the recipe's MoE."""
 
     @abstractmethod
     def assemble(
         self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
     ) -> TrainedModel:
         """
-        The MoE that is trained: of the experts that there are, or of new ones. Every process calls it.
+        Assemble the MoE to train, from the given experts or new ones. Every process calls it.
 
         Args:
-            routers: the file of the routers' weights; None: new ones.
-            data: the training data, and `args` how they are prepared, for gates that come from data.
-            state: a folder for what a resumed run needs again.
+            routers: the file of the routers' weights; None: new routers.
+            data: the training data, for gates computed from data. `args` sets their preparation.
+            state: a folder for files that a resumed run needs again.
         """
 
     @abstractmethod
     def planned(self, base: PreTrainedModel) -> TrainedModel:
-        """The MoE, with new values."""
+        """Return the MoE, with new values."""
 
     def finish(self, folder: Path, model: Any) -> None:  # noqa: B027
         """Complete the trained MoE's folder, in the main process."""
 
     @abstractmethod
     def load_result(self, folder: Path, seed: int) -> tuple[TrainedModel, PreTrainedModel | None]:
-        """The trained model, and its base if the model does not hold that itself."""
+        """Load the trained model, and its base if the model does not contain it."""

@@ -1,4 +1,4 @@
-"""What stages write: the layout of their folders, adapters, models, and what stage 3 leaves beside the experts."""
+"""Files of the stages: the layout of their folders, adapters, models, and stage 3's buckets and routers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 def expert_folders(root: Path, count: int, sources: Sequence[str | Path] = ()) -> list[Path]:
-    """Where a stage puts its experts; raises a ValueError where these would be copied onto their sources."""
+    """Return a stage's folders for its experts. Raise a ValueError if a copy would overwrite its source."""
     folders = [root / "experts" / str(i) for i in range(count)]
     for folder in {folder.resolve() for folder in folders} & {Path(source).resolve() for source in sources}:
         raise InputError(f"output_dir={str(root)!r}: {folder} would be overwritten; choose another")
@@ -31,14 +31,14 @@ def expert_folders(root: Path, count: int, sources: Sequence[str | Path] = ()) -
 
 
 def copy_adapter(source: Path, target: Path) -> None:
-    """Copy an adapter's config and weights, without anything else in its folder."""
+    """Copy an adapter's config and weights, without other files in its folder."""
     target.mkdir(parents=True, exist_ok=True)
     for name in ADAPTER_FILES:
         shutil.copy(source / name, target / name)
 
 
 def write_adapter(weights: Mapping[str, torch.Tensor], like: Path, folder: Path) -> None:
-    """An adapter with the config of another one."""
+    """Write an adapter with the config of another adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = ADAPTER_FILES
     shutil.copy(like / config, folder / config)
@@ -46,7 +46,7 @@ def write_adapter(weights: Mapping[str, torch.Tensor], like: Path, folder: Path)
 
 
 def link_model(source: Path, target: Path, weights: bool = True) -> None:
-    """A model folder's config and, if asked for, its weights in another folder; see `link_weights`."""
+    """Link a model's config and, with `weights`, its weights to another folder; see `link_weights`."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in (*_MODEL_FILES, *(_WEIGHT_FILES if weights else ())):
         for path in source.glob(pattern):
@@ -54,7 +54,9 @@ def link_model(source: Path, target: Path, weights: bool = True) -> None:
 
 
 def mean_weight(models: Sequence[Checkpoint], name: str) -> torch.Tensor:
-    """The mean of the models' weights of this name, in float64. Of a tied head, some may store the embeddings alone."""
+    """
+    Return the mean of the models' weights with this name, in float64. A tied head may be stored as embeddings only.
+    """
     tied = EMBEDDINGS if name == HEAD else None
     total, *others = (model.tensor(model.stored_name(name, tied)).double() for model in models)
     for other in others:
@@ -63,20 +65,18 @@ def mean_weight(models: Sequence[Checkpoint], name: str) -> torch.Tensor:
 
 
 def write_buckets(folder: Path, buckets: list[list[int]], perplexity: torch.Tensor | None) -> None:
-    """`buckets.json`: the examples of each expert and, where a rule needed them, the perplexities [S, n]."""
+    """Write `buckets.json`: the examples of each expert and, if the rule needs them, the perplexities [S, n]."""
     scores = None if perplexity is None else perplexity.tolist()
     write_json(folder / "buckets.json", {"buckets": buckets, "perplexity": scores})
 
 
 def write_routers(path: Path, routers: Sequence[torch.Tensor]) -> None:
-    """Routers' weights [n, d], named "0", "1", …, as `UpcycleConfig.router_weights` takes them."""
+    """Write routers' weights [n, d], named "0", "1", …, as read by `UpcycleConfig.router_weights`."""
     save_file({str(i): weight.contiguous() for i, weight in enumerate(routers)}, path)
 
 
 def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
-    """
-    A checkpoint as a model folder without the tensors whose names begin like this, with the config of another folder.
-    """
+    """Write a checkpoint as a model folder with the config of another. Leave out tensors with this prefix of names."""
     checkpoint = Checkpoint(source)
     shutil.rmtree(target, ignore_errors=True)
     link_model(like, target, weights=False)
@@ -87,7 +87,7 @@ def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
 
 
 def finish_native(folder: Path, config: PreTrainedConfig) -> None:
-    """Make a trained native MoE's config one for inference, with the names that older versions read."""
+    """Change a trained native MoE's config for inference, and add the field names read by older versions."""
     path = folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**values, "output_router_logits": False}), encoding="utf-8")

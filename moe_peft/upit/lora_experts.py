@@ -1,4 +1,4 @@
-"""Experts that are LoRA adapters of one base: the result is a MoE-LoRA adapter."""
+"""Experts that are LoRA adapters of one base model. The result is a MoE-LoRA adapter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("moe_peft")
 
 
 class _LoraConfig(LoraConfig):
-    """A `LoraConfig` that every process saves as the same bytes: PEFT writes sets in an order that hashing decides."""
+    """A `LoraConfig` saved as the same bytes in every process. PEFT writes sets in the order of their hashes."""
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()
@@ -44,7 +44,7 @@ class _LoraConfig(LoraConfig):
 
 
 class LoraExperts(ExpertKind):
-    """Experts that are LoRA adapters of one base."""
+    """Experts that are LoRA adapters of one base model."""
 
     output = "adapter"
     part = "lora_"
@@ -54,7 +54,7 @@ class LoraExperts(ExpertKind):
 
     @staticmethod
     def scored(load: Load, folders: Sequence[Path]) -> Iterator[PeftModel]:
-        """All on a single base."""
+        """Yield the experts' models, all on a single base model."""
         model = PeftModel.from_pretrained(load(folders[0]), folders[0], adapter_name="0")
         for i, folder in enumerate(folders):
             if i:
@@ -76,14 +76,14 @@ class LoraExperts(ExpertKind):
 
     def mean(self, experts: Sequence[Path], folder: Path) -> None:
         """
-        One LoRA whose updates are exactly the mean of the experts': their A's and B's side by side, of the sum of their
-        ranks. Means of the A's and of the B's would give another update.
+        Write one LoRA with exactly the mean of the experts' updates: their A's and B's concatenated, with the sum of
+        their ranks. Averaging A's and B's separately would give a different update.
         """
         states = [_scaled(expert) for expert in experts]
         weights, ranks = {}, {}
         for name in sorted({name for state in states for name in state if ".lora_A." in name}):
             name_B = name.replace(".lora_A.", ".lora_B.")
-            having = [state for state in states if name in state]  # given LoRAs may differ in modules
+            having = [state for state in states if name in state]  # given LoRAs may adapt different modules
             weights[name] = torch.cat([state[name] for state in having])
             weights[name_B] = torch.cat([state[name_B] for state in having], dim=1) / len(states)
             ranks[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = len(weights[name])
@@ -108,7 +108,7 @@ class LoraExperts(ExpertKind):
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def lora_config(self, model: PreTrainedModel) -> LoraConfig:
-        """What one expert of the MoE adapter is."""
+        """Return the config of a LoRA like one expert of the MoE adapter."""
         moe = self.recipe.moe_config()
         return _LoraConfig(
             r=moe.r,
@@ -132,13 +132,13 @@ class LoraExperts(ExpertKind):
 
     @staticmethod
     def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
-        """The modules that the LoRAs adapt."""
+        """Return the names of the modules adapted by the LoRAs."""
         adapted = set(determined_fields(model, sorted(set(folders)))["target_modules"])
         return [name for name, _ in model.named_modules() if name in adapted]
 
     @staticmethod
     def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> PeftModel:
-        """The vectors are saved and resumed beside the LoRA."""
+        """Load a LoRA with new routing vectors. The vectors are saved and resumed with the LoRA."""
         vectors = put_vectors(model, names, seed)
         config = PeftConfig.from_pretrained(folder)
         config.inference_mode, config.modules_to_save = False, [VECTORS]
@@ -160,7 +160,7 @@ class LoraExperts(ExpertKind):
 
     @staticmethod
     def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
-        """The texts run through the base."""
+        """Compute gates by running the texts through the base model."""
         base = load(folders[0])
         to_device(base)
         moe = lora_to_moe(base, folders, task_type="CAUSAL_LM")
@@ -177,10 +177,10 @@ class LoraExperts(ExpertKind):
         with base.device:
             return get_peft_model(base, lora)
 
-    # --- stage 4 and what follows -----------------------------------------------------------------------------------
+    # --- stage 4 and later ------------------------------------------------------------------------------------------
 
     def check_base(self) -> None:
-        self.planned(self.base.empty())  # raises for an adapter that the base cannot have
+        self.planned(self.base.empty())  # raises for an adapter that does not fit the base
         own = base_named(self.base.name_or_path, self.base.revision)
         for path in self.recipe.prepare.folders or () if self.recipe.facts.prepares else ():
             config = open_folder(path, "prepare.adapters", LoraFolder).config
@@ -191,7 +191,7 @@ class LoraExperts(ExpertKind):
     def assemble(
         self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
     ) -> PeftModel:
-        """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
+        """Load the base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
         r, model = self.recipe, self.base.load()
         set_seed(seed)
         if not r.facts.prepares:
@@ -211,7 +211,7 @@ class LoraExperts(ExpertKind):
         return PeftModel.from_pretrained(self.base.load(), folder), None
 
     def _moe_config(self, model: PreTrainedModel) -> MoELoraConfig:
-        """The MoE adapter's configuration, as far as the recipe and the experts that it names determine it."""
+        """Return the MoE adapter's config, as far as the recipe and its given experts determine it."""
         recipe = self.recipe
         if not (recipe.prepare.folders and recipe.facts.prepares):
             return recipe.moe_config()
@@ -230,12 +230,12 @@ class LoraExperts(ExpertKind):
 
 
 def _saved_name(index: int) -> str:
-    """The name of a routing vector in an adapter's file."""
+    """Return the name of a routing vector in an adapter's file."""
     return f"base_model.model.{VECTORS}.vectors.{index}"
 
 
 def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
-    """A LoRA's tensors, with its scalings in B."""
+    """Load a LoRA's tensors, with its scalings multiplied into B."""
     state = load_peft_weights(str(adapter), device="cpu")
     for name, scaling in lora_scalings(PeftConfig.from_pretrained(adapter), sorted(state)).items():
         state[name.replace(".lora_A.", ".lora_B.")] *= scaling
@@ -243,20 +243,20 @@ def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
 
 
 def routed_ffns(model: torch.nn.Module) -> list[str]:
-    """The modules that get experts and a router: the FFNs, or their linears where these have no module of their own."""
+    """Return the names of the modules with experts and a router: FFNs, or the linears of an FFN without a module."""
     ffns = find_ffns(model)
     return [name for name, _ in model.named_modules() if name in ffns or name.rsplit(".", 1)[-1] in ffns]
 
 
 def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:
     """
-    The FFN projections that LoRA experts adapt, as names for `LoraConfig.target_modules`: full names where short ones
-    would match other modules too.
+    Return the FFN projections adapted by LoRA experts, as names for `LoraConfig.target_modules`. Names are full if
+    short names would match other modules, too.
     """
     names: list[str] = []
     for name in routed_ffns(model):
         layout = find_layout(model.get_submodule(name))
-        of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
+        of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT: plain linears
         names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
     if not names:
         raise InputError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
@@ -267,6 +267,6 @@ def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None)
 
 @torch.no_grad()
 def set_routers(moe: PeftModel, routers: Sequence[torch.Tensor]) -> None:
-    """Give the linear routers of a MoE adapter these weights [n, d], in the model's order."""
+    """Set the weights [n, d] of a MoE adapter's linear routers, in the model's order."""
     for parameter, weight in zip(router_parameters(moe).values(), routers, strict=True):
         parameter.copy_(weight)

@@ -1,4 +1,4 @@
-"""The methods that a recipe can run: UpIT and what it is compared with, as facts that the stages ask for."""
+"""Methods of a recipe: UpIT and its baselines, as properties that the stages read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 @dataclass(frozen=True)
 class Method:
     """
-    What a method does.
+    Properties of a method.
 
     Args:
-        prepares: stage 1 trains what the experts are made of. Otherwise they are new LoRAs or copies of the base's
-            FFNs, and the complete budget is stage 4's.
-        assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the complete budget, or `averages`.
-        averages: the result is the mean of the experts, after stage 1's share of the budget alone.
+        prepares: stage 1 trains the experts. Otherwise they start as new LoRAs or as copies of the base's FFNs, and
+            stage 4 has the complete budget.
+        assembles: the result is a MoE. Otherwise it is stage 1's model, with the complete budget, or the mean
+            (`averages`).
+        averages: the result is the mean of the experts, after stage 1's share of the budget.
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
         initializes_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.
-        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`; None: the recipe's choice.
+        expert_type: type of the experts in the mode `lora`, as `MoELoraConfig.expert_type`; None: the recipe's choice.
     """
 
     prepares: bool = True
@@ -32,12 +33,12 @@ class Method:
 
     @property
     def collects(self) -> bool:
-        """Whether the result is made of several experts."""
+        """True if the result is made from several experts."""
         return self.assembles or self.averages
 
     @property
     def specializes(self) -> bool:
-        """Whether the experts differ: they come from several checkpoints, and expansion adds those that are missing."""
+        """True if the experts differ: they come from several checkpoints, and expansion adds the missing ones."""
         return self.prepares and self.assembles and not self.copies
 
 
@@ -49,7 +50,7 @@ _UPIT = Method(initializes_routers=True)
 _SELF_MOE = Method(trains_experts=False)
 _PESC = Method(prepares=False, expert_type="bottleneck")
 
-# Mode → name → method. A mode says what an expert is: LoRA matrices, or a complete FFN.
+# Mode → name → method. In the mode "lora" an expert is LoRA matrices, in "ffn" a complete FFN.
 METHODS: dict[str, dict[str, Method]] = {
     "lora": {
         "lora": _DENSE,
@@ -70,9 +71,9 @@ METHODS: dict[str, dict[str, Method]] = {
     },
 }
 
-# Mode → training arguments that the method rests on, for all stages; a recipe's `sft` overrides them. Learning rates
-# and context are the paper's (section 3.1), and so is the constant schedule: checkpoints of a learning rate that falls
-# to zero hardly differ.
+# Mode → default training arguments of all stages; a recipe's `sft` overrides them. Learning rates and context are the
+# paper's (section 3.1). The constant schedule is also the paper's: if the learning rate decayed to zero, checkpoints
+# would hardly differ.
 TRAINING: dict[str, dict[str, Any]] = {
     mode: {"learning_rate": learning_rate, "lr_scheduler_type": "constant", "max_length": 2048}
     for mode, learning_rate in (("lora", 2e-4), ("ffn", 2e-5))

@@ -1,4 +1,4 @@
-"""The run of a recipe: UpIT and the methods it is compared with, all made of the same stages."""
+"""Run of a recipe. UpIT and its baselines consist of the same stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FIGURE = "routing.png"
 
 @dataclass
 class Mode:
-    """What the experts of a recipe's mode are, and its stages in order, to which further ones can be appended."""
+    """Kind of a mode's experts, and its stages in order. Further stages can be appended."""
 
     kind: type[ExpertKind]
     stages: list[type[Stage]] = field(default_factory=lambda: [Prepare, Expand, Mean, RouterInit, PostTrain, Evaluate])
@@ -56,7 +56,7 @@ class UpIT:
     A recipe and its run.
 
     Args:
-        recipe: what to do; see `load_recipe`.
+        recipe: the recipe to run; see `load_recipe`.
 
     Example:
 
@@ -92,7 +92,7 @@ class UpIT:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages that this recipe goes through, in order, each with what those before it hand on."""
+        """Recipe's stages, in order, each with the artifacts of the previous ones."""
         experts = [Path(folder) for folder in self.recipe.prepare.folders or []]
         artifacts, stages = Artifacts(experts=self.recipe.assembled_from(experts)), []
         for stage in MODES[self.recipe.mode].stages:
@@ -107,30 +107,30 @@ class UpIT:
 
     @property
     def result(self) -> Path:
-        """Where the result is, or will be."""
+        """Folder of the result, even before it exists."""
         return self.root / self._trained.name
 
     @property
     def _trained(self) -> Path:
-        """The result in the folder of the stage that makes it."""
+        """Result in the folder of its stage."""
         folder = self.stages[-1].result.model
         assert folder is not None  # every method trains something
         return folder
 
     def run(self, redo: bool = False) -> Path:
         """
-        Do every stage that is missing.
+        Run every stage that is not done.
 
         Args:
-            redo: whether finished stages that the recipe has changed may be removed and done again.
+            redo: whether done stages may be removed and run again if the recipe has changed.
 
         Returns:
             the result, with the tokenizer: `<output_dir>/adapter`, an adapter folder; in the mode "ffn"
             `<output_dir>/model`, a native MoE.
 
         Raises:
-            ValueError: the recipe, its base or its data do not fit together; before anything is written, if this can
-                be known then. A finished stage would have to be done again, and `redo` is not set.
+            ValueError: the recipe, its base model and its data do not fit together. Where possible, it is raised before
+                anything is written. Or a done stage has changed, and `redo` is not set.
         """
         self.join_processes()
         self.check()
@@ -148,13 +148,13 @@ class UpIT:
 
     def join_processes(self, **overrides: Any) -> None:
         """
-        Meet the other processes of a launcher, on the devices that the training arguments ask for.
+        Join the other processes of a launcher, on the devices set by the training arguments.
 
-        The arguments set up accelerate's state; whoever asks it before would take this process for the only one. They
-        are made for all stages, so that a wrong value ends a run before it begins.
+        The arguments set up accelerate's state. Code that read the state before would see this process alone. The
+        arguments of all stages are created here, so a wrong value ends a run before it begins.
 
         Args:
-            overrides: training arguments for this machine, where a plan is made for another one.
+            overrides: training arguments for this machine, for the plan of a run on another one.
         """
         for stage in self.trainer_stages:
             _ = stage.arguments(**overrides).device
@@ -166,10 +166,10 @@ class UpIT:
 
     def check(self, weights: bool = True, **overrides: Any) -> None:
         """
-        Check what can be known before the first stage.
+        Check all that can be checked before the first stage.
 
         Args:
-            weights: whether to look at the base's weights, too, which a plan does not need.
+            weights: whether to check the base's weights, too. A plan does not need them.
             overrides: see `join_processes`.
 
         Raises:
@@ -186,7 +186,7 @@ class UpIT:
             self.context.check_base()
 
     def outlook(self) -> dict[str, str]:
-        """What `run` would do with each stage, by name: "done", "to do", "resumes", or "again" and why."""
+        """Return stage → status for the next `run`: "done", "to do", "resumes", or "again" with the reason."""
         self.records.clear()
         return outlook(self.stages)
 
@@ -203,7 +203,7 @@ class UpIT:
             return {"stages": manifest["stages"], "result": manifest["result"], "seconds": seconds, "written": written}
 
     def _publish(self, before: Mapping[str, Any]) -> None:
-        """Write the result and the manifest. An existing result stays, and so does its edited card."""
+        """Write the result and the manifest. An unchanged result and its edited card stay as they are."""
         packages = {"torch": torch, "transformers": transformers, "peft": peft, "trl": trl}
         manifest = {
             "recipe": self.recipe.model_dump(),
@@ -217,7 +217,7 @@ class UpIT:
             with atomic_write(self.result) as partial:
                 link_folder(self._trained, partial)
                 figure = self.root / "evaluate" / _FIGURE
-                if "evaluate" in self.records and figure.is_file():  # where its tokens go, for its model card
+                if "evaluate" in self.records and figure.is_file():  # for the model card: a figure of the routing
                     shutil.copy(figure, partial / _FIGURE)
                     write_model_card(partial)
                 if before:
@@ -226,7 +226,9 @@ class UpIT:
         write_json(self.root / MANIFEST, manifest)
 
     def _seconds(self, before: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return how long each stage took, here or in an earlier run; None for one that was stopped and resumed."""
+        """
+        Return each stage's duration, from this run or an earlier one. A stage that was stopped and resumed has None.
+        """
         seconds = {stage.name: stage.seconds for stage in self.stages}
         for name, record in before.get("stages", {}).items():
             if record == self.records.get(name) and seconds[name] is None:
@@ -241,9 +243,9 @@ def _weights(folder: Path) -> dict[str, str]:
 @contextmanager
 def _tracked(root: Path, stage: str) -> Iterator[None]:
     """
-    Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
-    Weights & Biases makes one run, which belongs to the group of the complete run. The user's own variables take
-    precedence.
+    Set up trackers for a stage inside this block. TensorBoard writes to `<root>/logs/<stage>`, which stays when the
+    stage's state is removed. Weights & Biases makes one run, in a group for the complete run. The user's environment
+    variables take precedence.
     """
     defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
     with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):

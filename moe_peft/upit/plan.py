@@ -1,4 +1,4 @@
-"""What a run will need and do, found without loading weights."""
+"""Plan of a run: its training stages and their cost, computed without loading weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .stages import PostTrain, TrainingStage
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is an estimate; `training` names the rate, the schedule and the context; `moe` is the size of
-    the MoE, for the stage that trains all of it; `advice` is what else there is to say.
+    Plan of one stage. `memory` is an estimate; `training` is a line with learning rate, schedule and context; `moe` is
+    the MoE's size, for the stage that trains all of it; `advice` is further text.
     """
 
     name: str
@@ -37,13 +37,13 @@ class StagePlan:
 
 def plan(pipeline: UpIT) -> list[StagePlan]:
     """
-    The stages of a run that train.
+    Return the plans of the stages that train.
 
-    Steps are exact unless there are more than some 500 rows, of which packing or truncation to `max_length` changes the
-    number, or stage 3's buckets differ in size; tokens come from the mean length of these rows.
+    Steps are exact unless there are more than some 500 rows and packing or truncation to `max_length` changes their
+    number, or stage 3's buckets differ in size. Tokens are estimated from the mean length of about 500 rows.
     """
     r = pipeline.recipe
-    # A plan may be made on a machine without the accelerator that the run will have.
+    # The machine of a plan may lack the run's accelerator.
     overrides = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**overrides)
     processes = PartialState().num_processes
@@ -74,7 +74,7 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
 
 
 def print_plan(pipeline: UpIT) -> None:
-    """The stages, what they will take, and how many examples there are."""
+    """Print the stages, their steps, tokens and memory, and the number of examples."""
     plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline)}
     if not PartialState().is_main_process:
         return

@@ -1,4 +1,4 @@
-"""Stage 4, post-training: the assembled MoE is fine-tuned on the data, with the balancing loss."""
+"""Stage 4, post-training: fine-tunes the assembled MoE on the data, with the balancing loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..utils.messages import refused_settings
 
 
 class _LoadWarning(TrainerCallback):
-    """Keeps what is wrong with the load, if anything is, in the last record of the log."""
+    """Writes a warning about the experts' load, if there is one, to the last record of the log."""
 
     def __init__(self, trainer: MoESFTTrainer) -> None:
         self.trainer = trainer
@@ -54,21 +54,22 @@ def post_train(
     """
     Fine-tune a MoE-LoRA adapter, or a native MoE, with the losses on its routers, and save it.
 
-    If it was stopped and is run again, it resumes from the last checkpoint in `args.output_dir`.
+    If the training was stopped, the next call resumes it from the last checkpoint in `args.output_dir`.
 
     Args:
-        model: a base with a MoE-LoRA adapter; or a native MoE. The balancing loss has its config's coefficient.
+        model: a base model with a MoE-LoRA adapter, or a native MoE. Its config sets the coefficient of the balancing
+            loss.
         dataset: in a format that TRL accepts.
-        args: how to train, a `MoESFTConfig` if other losses are wanted; its `num_train_epochs` or `max_steps` is the
-            complete training of this stage.
-        processing_class: the tokenizer, which is saved beside the result.
-        output_dir: for the adapter or the model.
-        train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
-        eval_dataset, callbacks: of the trainer.
+        args: training arguments, a `MoESFTConfig` for other losses; `num_train_epochs` or `max_steps` is the complete
+            training of this stage.
+        processing_class: the tokenizer; it is saved with the result.
+        output_dir: the folder of the adapter or the model.
+        train_experts: False trains only the routers (as the paper's Self-MoE baseline).
+        eval_dataset, callbacks: as for the trainer.
 
     Returns:
-        the training's log and checkpoints. Its last record of training steps has `load_warning`, what is wrong with the
-        load of the experts (`moe_peft.routing.LoadHealth`), if anything is.
+        the training's log and checkpoints. Its last record of training steps has `load_warning`, a warning about the
+        load of the experts (`moe_peft.routing.LoadHealth`), or "" if there is none.
 
     Example:
 

@@ -1,5 +1,5 @@
 """
-Stage 1, expert preparation: ordinary fine-tuning, some of whose checkpoints become experts (UpIT, section 2.2).
+Stage 1, expert preparation: ordinary fine-tuning. Some of its checkpoints become experts (UpIT, section 2.2).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from .files import copy_adapter, expert_folders, link_model
 @dataclass(frozen=True)
 class Selection:
     """
+    Rule to select the checkpoints that become experts.
+
     Args:
-        pool: the steps of all checkpoints → those to choose from, evenly.
-        per_expert: checkpoints that training takes for each expert, unless their number is given.
+        pool: the steps of all checkpoints → the steps to choose from evenly.
+        per_expert: number of checkpoints per expert, unless `num_checkpoints` is given.
     """
 
     pool: Callable[[list[int]], list[int]]
@@ -43,14 +45,14 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def checkpoint_steps(total: int, num_checkpoints: int) -> list[int]:
-    """The steps after which checkpoints are taken: at equal intervals, the last one at the end."""
+    """Return the steps to save checkpoints at: at equal intervals, the last one at the end."""
     if not 1 <= num_checkpoints <= total:
         raise InputError(f"num_checkpoints={num_checkpoints}: must be from 1 to the number of steps, {total}")
     return [round(total * (i + 1) / num_checkpoints) for i in range(num_checkpoints)]
 
 
 def select_checkpoints(steps: list[int], num_experts: int, selection: str = "back_half") -> list[int]:
-    """The checkpoints that become experts, chosen evenly from the pool of the selection (see `SELECTIONS`)."""
+    """Select the checkpoints to become experts, evenly from the selection's pool (see `SELECTIONS`)."""
     pool = SELECTIONS[selection].pool(steps)
     if not 1 <= num_experts <= len(pool):
         raise InputError(
@@ -61,7 +63,7 @@ def select_checkpoints(steps: list[int], num_experts: int, selection: str = "bac
 
 
 def chosen_steps(total: int, num_experts: int, num_checkpoints: int | None, selection: str) -> list[int]:
-    """The steps whose checkpoints become experts, in a training of `total` steps; see `prepare_experts`."""
+    """Return the steps of the checkpoints to become experts, in a training of `total` steps; see `prepare_experts`."""
     count = num_checkpoints or SELECTIONS[selection].per_expert * num_experts
     if num_checkpoints is None and count > total:
         raise InputError(
@@ -84,7 +86,7 @@ class Prepared:
 
 
 class _PrepareTrainer(FiniteWeightsMixin, SFTTrainer):
-    """TRL's trainer, for one expert or for the run whose checkpoints become experts."""
+    """TRL's trainer, for the training that saves the experts."""
 
 
 def prepare_experts(
@@ -103,19 +105,19 @@ def prepare_experts(
     """
     Fine-tune plain LoRA, or all weights, with TRL and keep checkpoints as experts.
 
-    If it was stopped and is run again, it resumes from the last checkpoint in `args.output_dir`.
+    If the training was stopped, the next call resumes it from the last checkpoint in `args.output_dir`.
 
     Args:
-        model: the base.
+        model: the base model.
         dataset: in a format that TRL accepts.
-        args: how to train; its `num_train_epochs` or `max_steps` is the complete training of this stage.
-        lora_config: what to train, usually on the FFN projections. None trains all weights.
+        args: training arguments; `num_train_epochs` or `max_steps` is the complete training of this stage.
+        lora_config: LoRA to train, usually on the FFN projections. None trains all weights.
         processing_class: the tokenizer.
-        output_dir: gets `experts/0`, `experts/1`, …, oldest first: PEFT LoRA adapter folders, or model
-            folders.
-        num_experts: m, how many checkpoints become experts.
-        num_checkpoints: taken at equal intervals. If None: m for `"uniform"`, else 2 m.
-        selection: which of them become experts, a name in `SELECTIONS`; `"back_half"` did best in the paper (Table 2).
+        output_dir: gets `experts/0`, `experts/1`, …, oldest first: PEFT LoRA adapter folders, or model folders.
+        num_experts: m, the number of checkpoints to become experts.
+        num_checkpoints: number of checkpoints, at equal intervals. If None: m for `"uniform"`, else 2 m.
+        selection: rule to select experts among them, a name in `SELECTIONS`; `"back_half"` did best in the paper (Table
+            2).
         eval_dataset: held-out data, if `args` evaluates.
 
     Returns:
@@ -157,7 +159,7 @@ def prepare_experts(
     with refused_settings():
         trainer = _PrepareTrainer(
             model=model,
-            args=for_one_trainer(args),  # `train` sets steps; the caller's stay as they are
+            args=for_one_trainer(args),  # a copy, as `train` sets the steps
             train_dataset=dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,

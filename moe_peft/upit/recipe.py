@@ -1,6 +1,6 @@
 """
-The recipe of a run, read from one YAML file: a section for each stage and for what all stages share. A section checks
-its own fields, `Recipe` which values go together; the rest is what follows from them.
+The recipe of a run, read from one YAML file. It has a section for each stage and fields for all stages. A section
+checks its own fields; `Recipe` checks that the sections fit together.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .prepare import SELECTIONS
 
 NONE = "none"  # leaves a stage out
 TRAINED = "vectors"  # gates of stage 3 that are trained
-FROM_EXPERTS = frozenset(EXPERT_FIELDS)  # what `lora_to_moe` reads off the LoRA adapters that it stacks
+FROM_EXPERTS = frozenset(EXPERT_FIELDS)  # fields that `lora_to_moe` takes from the stacked LoRA adapters
 
 # --- fields of other configurations ----------------------------------------------------------------------------------
 
-# Field → what to do instead, for fields that the recipe decides.
+# Field → advice, for fields that the recipe sets itself.
 _ADAPTER = {
     **{field.name: "PEFT sets this" for field in fields(PeftConfig)},
     "num_experts": "set the recipe's num_experts",
@@ -120,7 +120,7 @@ _POST_TRAIN_SFT = {
 
 
 def name_in(table: Collection[str], *others: str) -> AfterValidator:
-    """A name in a table, as the table is when a recipe is read: with what users added to it."""
+    """Accept a name in a table. The table is read when a recipe is read, so it has the users' additions."""
 
     def check(name: str) -> str:
         if name not in table and name not in others:
@@ -131,7 +131,7 @@ def name_in(table: Collection[str], *others: str) -> AfterValidator:
 
 
 def fields_of(path: str, kind: type, decided: Mapping[str, str], documented: str | None = None) -> AfterValidator:
-    """Fields of another configuration, except those that the recipe decides."""
+    """Accept fields of another config, except the fields `decided` by the recipe."""
 
     def check(settings: dict[str, Any]) -> dict[str, Any]:
         if wrong := [f"{path}.{key}: {decided[key]}" for key in settings if key in decided]:
@@ -145,7 +145,7 @@ def fields_of(path: str, kind: type, decided: Mapping[str, str], documented: str
 
 
 def _check_quantization(settings: dict[str, Any]) -> dict[str, Any]:
-    """transformers only warns of fields that it does not know."""
+    """Raise for unknown fields, for which transformers only warns."""
     names = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     if wrong := unknown_keys(settings, names, "model.quantization."):
         raise InputError(wrong)
@@ -164,7 +164,7 @@ _PostTrainFields = Annotated[
     fields_of("post_train.sft", MoESFTConfig, _POST_TRAIN_SFT, "TRL's SFTConfig and moe_peft's MoESFTConfig"),
 ]
 
-# Mode → field of the other mode → what to use instead.
+# Mode → field of the other mode → the field to use instead.
 _OF_THE_OTHER_MODE = {
     "lora": {
         "moe": "use the section adapter",
@@ -226,7 +226,7 @@ class PrepareSection(Settings):
 
     @property
     def folders(self) -> list[str] | None:
-        """The folders of experts that exist already."""
+        """Folders of the given experts; None if stage 1 trains the experts."""
         return self.adapters if self.adapters is not None else self.checkpoints
 
     @model_validator(mode="after")
@@ -279,7 +279,7 @@ class RouterInitSection(Settings):
 
     @property
     def rule(self) -> BucketRule | None:
-        """How examples are assigned to experts; None leaves the stage out."""
+        """Rule to assign examples to experts; None leaves the stage out."""
         return None if self.buckets == NONE else BUCKETS[self.buckets]
 
     @model_validator(mode="after")
@@ -287,7 +287,7 @@ class RouterInitSection(Settings):
         linear = [name for name, way in GATE_INITS.items() if way.needs_texts and way.router_type == "linear"]
         if self.gates not in (TRAINED, *linear):
             raise InputError(choice_error("router_init.gates", self.gates, (TRAINED, *linear)))
-        # Without a rule, the recipe may serve several methods.
+        # With buckets: none, an expert map is allowed: the recipe may serve several methods.
         if self.rule is not None and self.expert_map is not None and not self.rule.needs_labels:
             raise InputError(f"router_init.buckets={self.buckets!r}: must be 'label' with router_init.expert_map")
         return self
@@ -314,8 +314,8 @@ class PostTrainSection(Settings):
 
 class Recipe(Settings):
     """
-    A complete run, as a YAML file describes it; see `load_recipe`. A stage without a seed of its own uses `seed` (stage
-    1), `seed + 1` (stage 2), and so on.
+    A complete run, as written in a YAML file; see `load_recipe`. By default, stage 1 has the seed `seed`, stage 2
+    `seed + 1`, and so on.
 
     Example:
 
@@ -395,12 +395,12 @@ class Recipe(Settings):
         return value
 
     def _forbid(self, path: str, forbidden: bool, allowed: str) -> None:
-        """Raise an error for the value at a dotted path, if it is forbidden."""
+        """Raise for the value at a dotted path if it is forbidden."""
         if forbidden:
             raise InputError(f"{path}={self._value(path)!r}: must be {allowed}")
 
     def _check_stage_3(self) -> None:
-        """What it would compute otherwise than the recipe says, or could not use after the stages before it."""
+        """Raise if stage 3 would differ from the recipe, or could not use the results of earlier stages."""
         if not self.initializes_routers:
             return
         sft = {**self.sft, **self.router_init.sft}
@@ -423,14 +423,14 @@ class Recipe(Settings):
             self._forbid("moe.fine_grained_split", split, gates)
 
     def _check_stage_4(self) -> None:
-        """What it would not do as the recipe says, or say clearly, and that after the stages before it."""
+        """Raise early if stage 4 would differ from the recipe, or would fail without a clear message."""
         if not self.facts.assembles:
             return
         if self.mode == "lora":
             stacked = self.facts.prepares and not EXPERTS[self.moe_config().expert_type].holds_loras
             self._forbid("adapter.expert_type", stacked, f"'lora' with the method {self.method!r}, which stacks LoRAs")
         elif self.post_train.router:
-            for key in ("router_init", "router_init_std"):  # of gates that are replaced, but for attention's weights
+            for key in ("router_init", "router_init_std"):  # for the replaced gates; attention's weights are used
                 usual = getattr(UpcycleConfig, key)
                 given = self.moe.get(key, usual) not in (usual, "attention")
                 self._forbid(f"moe.{key}", given, "left out beside post_train.router")
@@ -464,79 +464,82 @@ class Recipe(Settings):
             why = f"expand.method={method!r} adds none" if method == NONE else "expansion needs two"
             raise InputError(f"num_experts={n}: {source} gives {m}, {why}")
 
-    # --- what follows from the fields -------------------------------------------------------------------------------
+    # --- derived values ---------------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> Method:
-        """What the method does."""
+        """Properties of the recipe's method."""
         return METHODS[self.mode][self.method]
 
     @property
     def dtype(self) -> str:
-        """The dtype of the base's weights. A step of 2e-5 is too small to change most weights in bfloat16."""
+        """
+        Dtype of the base's weights. Mode ffn trains in float32: in bfloat16, a step of 2e-5 is too small for most
+        weights.
+        """
         return "float32" if self.mode == "ffn" and self.model.dtype == "auto" else self.model.dtype
 
     @property
     def base(self) -> Base:
-        """The base model, whose files are not read yet."""
+        """Base model. Its files are not read yet."""
         return Base(**{**self.model.model_dump(), "dtype": self.dtype}, field="model.name_or_path")
 
     @property
     def prepares(self) -> bool:
-        """Whether stage 1 runs: it is not needed for a MoE, or a mean, whose experts are given."""
+        """True if stage 1 runs. A MoE or a mean of given experts does not need it."""
         return self.facts.prepares and (self.prepare.folders is None or not self.facts.collects)
 
     @property
     def expands(self) -> bool:
-        """Whether stage 2 runs."""
+        """True if stage 2 runs."""
         return self.facts.specializes and self.given_experts() < self.num_experts
 
     @property
     def initializes_routers(self) -> bool:
-        """Whether stage 3 runs."""
+        """True if stage 3 runs."""
         return self.facts.initializes_routers and self.router_init.rule is not None
 
     @property
     def trains_experts(self) -> bool:
-        """Whether stage 4 trains more than the routers."""
+        """True if stage 4 trains more than the routers."""
         return self.post_train.train_experts and self.facts.trains_experts
 
     @property
     def expert_map(self) -> dict[str, list[int]] | None:
-        """Label → the routed experts that stage 4 trains it with; None if the recipe names none."""
+        """Label → routed experts that stage 4 trains on it; None if the recipe has no expert map."""
         expert_map = self.post_train.sft.get("expert_map")
         return None if expert_map is None else read_expert_map(expert_map, self.routed[0], "post_train.sft.expert_map")
 
     @property
     def masks_labels(self) -> bool:
-        """Whether tokens may only go to the experts of their label, in stage 4 and in evaluation."""
+        """True if tokens may only go to the experts of their label, in stage 4 and in evaluation."""
         return self.facts.assembles and bool(self.post_train.sft.get("router_label_mask"))
 
     @property
     def _router(self) -> type[Router]:
-        """The kind of router that stage 4 trains."""
+        """Class of the routers that stage 4 trains."""
         if self.mode == "lora":
             return self.moe_config().router_class
         return ROUTERS[self.post_train.router.get("type", "linear")]
 
     def given_experts(self) -> int:
-        """m, the number of experts that stage 1 gives."""
+        """Return m, the number of experts after stage 1."""
         if self.prepare.folders is not None:
             return len(self.prepare.folders)
         return self.prepare.num_experts or self.num_experts
 
     def assembled_from(self, experts: Sequence[Path]) -> tuple[Path, ...]:
-        """The experts that the MoE is assembled from, where stage 1 gives these: all, or copies of the last."""
+        """Return the experts to assemble the MoE from, given stage 1's: all of them, or copies of the last."""
         return (experts[-1],) * self.num_experts if self.facts.copies and experts else tuple(experts)
 
     def seed_count(self, rows: int) -> int:
-        """Examples in the seed set: its share of the data, and at least one per expert."""
+        """Return the number of examples in the seed set: a share of the data, but at least one example per expert."""
         return min(rows, max(self.num_experts, round(self.router_init.seed_fraction * rows)))
 
     def moe_config(self) -> MoELoraConfig:
-        """The MoE adapter's configuration."""
+        """Return the MoE adapter's config."""
         kind = self.facts.expert_type or self.adapter.get("expert_type", "lora")
-        # The section may serve several methods: what the kind of experts has no use for is left out.
+        # The section may serve several methods. Leave out fields without effect on this type of expert.
         unread = EXPERTS[kind].unread if kind in EXPERTS else ()
         settings = {key: value for key, value in self.adapter.items() if key not in unread}
         settings |= {"num_experts": max(self.num_experts, 2), "task_type": "CAUSAL_LM", "expert_type": kind}
@@ -544,14 +547,14 @@ class Recipe(Settings):
 
     @property
     def routed(self) -> tuple[int, int]:
-        """The MoE's routed experts, and those of them that serve a token."""
+        """Number of the MoE's routed experts, and how many of them serve a token."""
         if self.mode == "lora":
             return self.num_experts, self.moe_config().top_k
         c = self.upcycle_config()
         return c.num_experts * c.granularity - c.num_shared_experts, c.top_k * c.granularity - c.num_shared_experts
 
     def upcycle_config(self, **overrides: Any) -> UpcycleConfig:
-        """The native MoE's configuration."""
+        """Return the native MoE's config."""
         settings = {"num_experts": max(self.num_experts, 2), "seed": self.seed, "dtype": self.dtype}
         settings["router_aux_loss_coef"] = 0.01  # UpIT's load-balancing loss is Switch Transformers', as the adapter's
         return UpcycleConfig(**{**settings, **self.moe, **overrides})
@@ -565,11 +568,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Read a recipe.
 
     Args:
-        path: of the YAML file.
+        path: the YAML file.
         overrides: `key=value` with a dotted key and a YAML value, e.g. `post_train.sft.learning_rate=1e-4`.
 
     Returns:
-        the recipe, with a method's defaults where the file says nothing.
+        the recipe. Missing fields have the method's defaults.
 
     Raises:
         ValueError: no such file, an unknown key or a wrong value.
@@ -606,13 +609,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
     """
-    A recipe from nested dictionaries.
+    Create a recipe from nested dictionaries.
 
     Args:
-        settings: as a YAML file has them.
+        settings: the contents of a YAML file.
 
     Returns:
-        the recipe, with a method's defaults where the settings say nothing.
+        the recipe. Missing fields have the method's defaults.
 
     Raises:
         ValueError: an unknown key or a wrong value; the message is one line.
@@ -636,5 +639,5 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
     """
     plugins = settings.get("plugins", [])
     if isinstance(plugins, list):
-        load_plugins([name for name in plugins if isinstance(name, str)])  # first: they may add to the tables
+        load_plugins([name for name in plugins if isinstance(name, str)])  # first: plugins may add to the tables
     return validate(Recipe, settings)

@@ -1,10 +1,11 @@
 """
-Stage 3, router initialization (UpIT, section 2.2, Equations 1 and 2, Algorithms 1 and 3): each seed example goes to the
-expert that knows it best; then, one after the other, every expert and its routing vectors learn from their bucket.
+Stage 3, router initialization (UpIT, section 2.2, Equations 1 and 2, Algorithms 1 and 3). By default, each seed example
+goes to the expert with the lowest perplexity on it. Then every expert and its routing vectors are trained on their
+bucket, one expert after the other.
 
-An expert is a LoRA adapter on the frozen base, or a dense model of which only the FFNs are trained. Either way it is
-trained by itself: gate 1, all other experts absent, with its own optimizer, schedule and clipping. Its routing vectors
-become row i of each router.
+An expert is a LoRA adapter on the frozen base model, or a dense model with only its FFNs trained. Each is trained by
+itself: gate 1, all other experts absent, with a separate optimizer, schedule and clipping. The routing vectors of
+expert i become row i of each router.
 
 Legend: B rows, S positions, M routed modules (a model's FFNs), n experts, d hidden units.
 """
@@ -61,14 +62,14 @@ logger = logging.getLogger("moe_peft")
 
 class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     """
-    Trains one expert and its routing vectors with `α·L_lm + (1-α)·L_aux`, where L_lm is the mean over the answer tokens
-    of an optimizer step, as in TRL's own training, and L_aux the mean of `BCE(sigmoid(x·r), 1)` over all its real
-    tokens and the routed modules.
+    Trains one expert and its routing vectors with `α·L_lm + (1-α)·L_aux`. L_lm is the mean over the answer tokens of an
+    optimizer step, as in TRL. L_aux is the mean of `BCE(sigmoid(x·r), 1)` over all real tokens of the step and the
+    routed modules.
 
     Args:
         names: the routed modules.
         alpha: α.
-        router_learning_rate: of the routing vectors, constant; None: theirs is the experts'.
+        router_learning_rate: constant learning rate of the routing vectors; None: the experts' rate and schedule.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         self.log_of_losses = RouterLog(self, ())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The routing vectors have groups of their own."""
+        """Create the optimizer, with separate parameter groups for the routing vectors."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         rate = self.router_learning_rate
@@ -102,11 +103,11 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         if rate is not None and isinstance(scheduler, LambdaLR):
             for i in self.groups_of_vectors:
                 scheduler.lr_lambdas[i] = _constant
-                scheduler.optimizer.param_groups[i]["lr"] = rate  # warm-up would begin at 0
+                scheduler.optimizer.param_groups[i]["lr"] = rate  # warm-up would start at 0
         return scheduler
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
-        """The batches of an optimizer step; their tokens are counted, over all processes."""
+        """Return the batches of an optimizer step. Count its tokens over all processes."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = torch.stack([
             torch.stack([(batch["labels"][:, 1:] != IGNORED).sum(), batch["attention_mask"].sum()]) for batch in batches
@@ -116,7 +117,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         return batches, num_items
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also the two losses."""
+        """Log also the two losses."""
         self.log_of_losses.add_to(logs)
         super().log(logs, *args, **kwargs)
 
@@ -130,7 +131,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         self.scores.clear()
         outputs = model(**inputs, fused_lm_head=True)
         mask_BS = inputs["attention_mask"]
-        # Some models' linears read flattened tokens.
+        # In some models, the FFN's linears get flattened tokens.
         scores_MBS = torch.stack([score.view_as(mask_BS).to(outputs.log_probs.device) for score in self.scores])
         lm_loss = -outputs.log_probs.sum()
         routing_loss = (F.softplus(-scores_MBS).mean(0) * mask_BS).sum()  # -log(sigmoid(x·r))
@@ -154,23 +155,24 @@ def _constant(step: int) -> float:
 
 
 def kind_of(folder: Path) -> type[ExpertKind]:
-    """What the expert in a folder is."""
+    """Return the kind of the expert in a folder."""
     return LoraExperts if isinstance(open_folder(folder, "experts"), LoraFolder) else DenseExperts
 
 
 @dataclass(frozen=True)
 class InitialRouters:
     """
-    What stage 3 leaves.
+    Results of stage 3.
 
     Args:
         experts: folders of the trained experts.
         routers: the routers' weights [n, d], one for each routed module in the model's order.
         buckets: each expert's indices into the seed examples.
-        perplexity: of every expert on every seed example, [S, n]; None if the rule did not need it.
-        trained: the trainings of the experts that have examples.
-        steps: of each expert.
-        moved: how far its routing vectors moved, relative to their length, mean of the modules.
+        perplexity: perplexity of every expert on every seed example, [S, n]; None if the rule does not need it.
+        trained: the trainings of the experts with examples.
+        steps: steps of each expert.
+        moved: distance of each expert's routing vectors from their start, relative to the start's length, mean of the
+            modules.
     """
 
     experts: list[Path]
@@ -202,30 +204,30 @@ def init_routers(
     Assign the seed examples to experts, then train each expert and its routing vectors on its bucket (UpIT, Algorithms
     1 and 3).
 
-    If it was stopped and is run again, it resumes where it was.
+    If the training was stopped, the next call resumes it.
 
     Args:
-        load: an expert's folder → its dense model; of a LoRA adapter its base, without adapters. It is called for every
-            expert, and one model is in memory at a time.
+        load: returns the dense model of an expert's folder; for a LoRA adapter its base model, without adapters. It is
+            called for every expert, and one model is in memory at a time.
         experts: n folders: LoRA adapters of one base, or dense models of one architecture.
         dataset: the seed examples (in the paper a random 1 % of the data), in random order: `"perplexity"` fills its
             buckets in the order given.
-        args: how to train each expert; `num_train_epochs` counts passes over its bucket.
+        args: training arguments of each expert; `num_train_epochs` counts passes over its bucket.
         processing_class: the tokenizer.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
         buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
-        gates: `"vectors"` trains; `"ridge"` or `"prompts"` make the routers from the buckets instead, as texts of their
-            experts (see `moe_peft.init_gates`), and leave the experts as they are.
+        gates: `"vectors"` trains routing vectors. `"ridge"` and `"prompts"` compute the routers from the buckets, as
+            texts of their experts (see `moe_peft.init_gates`), and leave the experts unchanged.
         alpha: weight of the language-modeling loss; the routing loss has 1 - alpha.
-        router_learning_rate: of the routing vectors, constant, whatever the experts' schedule. At the experts' rate few
-            steps leave them nearly random. None: the experts' rate and schedule.
-        train_experts: False trains the routing vectors alone.
+        router_learning_rate: constant learning rate of the routing vectors, whatever the experts' schedule. At the
+            experts' rate they stay nearly random in few steps. None: the experts' rate and schedule.
+        train_experts: False trains only the routing vectors.
         label_column: the column of labels, for `"label"`.
         expert_map: label → experts, for `"label"`; see `label_buckets`.
 
     Returns:
-        the experts' folders, the routers' weights, the buckets and the logs. An expert without examples keeps its
-        values, and its routing vectors are random.
+        the experts' folders, the routers' weights, the buckets and the logs. An expert without examples stays
+        unchanged, and its routing vectors are random.
 
     Example:
 
@@ -267,7 +269,7 @@ def init_routers(
     sources = [Path(expert) for expert in experts]
     targets, kind = expert_folders(Path(output_dir), len(sources)), kind_of(sources[0])
     args = copy.copy(args)
-    args.packing = args.padding_free = False  # each example has perplexities and a bucket of its own
+    args.packing = args.padding_free = False  # each example needs separate perplexities and one bucket
     data, collator = tokenized(dataset, processing_class, args)
     check_learnable("init_routers", data, args)
     rule, perplexity_SN = BUCKETS[buckets], None
@@ -284,7 +286,7 @@ def init_routers(
     vectors, logs = [], []
     steps, moves = [0] * len(sources), [0.0] * len(sources)
     for i, (source, target, bucket) in enumerate(zip(sources, targets, filled, strict=True)):
-        expert_args = _expert_arguments(args, i)  # before the model, which ZeRO-3 then shards
+        expert_args = _expert_arguments(args, i)  # before the model is loaded, for ZeRO-3 to shard it
         set_seed(expert_args.seed)
         model: Any = load(source)
         names = names or kind.routed_modules(model, sources)
@@ -310,14 +312,14 @@ def init_routers(
             if args.should_save:
                 kind.copy(source, target)
         PartialState().wait_for_everyone()
-        del model  # one at a time
+        del model  # one model in memory at a time
         free_memory()
     routers = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
     return InitialRouters(targets, routers, filled, perplexity_SN, logs, steps, moves)
 
 
 def _texts(data: Dataset, collator: Collator, buckets: Buckets, batch_size: int = 8) -> Iterator[dict[str, Any]]:
-    """Batches of all buckets' examples, each with the expert that it is for."""
+    """Yield batches of all buckets' examples, each with its expert."""
     texts = [(example, expert) for expert, bucket in enumerate(buckets) for example in bucket]
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
@@ -327,7 +329,7 @@ def _texts(data: Dataset, collator: Collator, buckets: Buckets, batch_size: int 
 
 
 def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:
-    """The arguments of one expert's training."""
+    """Return the arguments of one expert's training."""
     expert_args = for_one_trainer(args)
     expert_args.output_dir = str(Path(str(args.output_dir)) / f"expert-{expert}")
     expert_args.seed = expert_args.data_seed = args.seed + expert
@@ -338,7 +340,9 @@ def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:
 def _perplexities(
     models: Iterator[Any], experts: Sequence[Path], data: Dataset, collator: Collator, state: Path
 ) -> torch.Tensor:
-    """Each expert's perplexity on each example, [S, n]; kept in `state`, as others would make other buckets."""
+    """
+    Return each expert's perplexity on each example, [S, n]. A resumed run reads it from `state`, for equal buckets.
+    """
     path = state / "perplexity.safetensors"
     files = sorted(path for expert in experts for path in expert.glob("*.safetensors"))
     versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -353,7 +357,7 @@ def _perplexities(
         columns.append((losses_S / counts_S).exp())
         del model
         free_memory()
-    free_memory()  # of the LoRAs' base, which the generator held
+    free_memory()  # frees the LoRAs' base, held by the generator
     perplexity_SN = torch.stack(columns, dim=1)
     on_main_process(lambda: _save_perplexity(path, perplexity_SN, digest))
     return perplexity_SN

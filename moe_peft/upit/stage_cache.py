@@ -1,8 +1,8 @@
 """
-Stages, each done once: a killed one resumes, a changed one is done again, and so is what follows it.
+Stages, each done once. A stopped stage resumes. A changed stage is done again, with all stages after it.
 
-A stage writes to the folder of its name, which is complete when `complete.json` is in it, as a checkpoint is. What it
-needs only until then (checkpoints, and a note of what it is doing) stands beside it in `<name>.state`.
+A stage writes to the folder of its name. The folder is complete when it has `complete.json`, like a checkpoint. Files
+needed only until then (checkpoints, and a note with the stage's settings) are in `<name>.state`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .recipe import Recipe
 logger = logging.getLogger("moe_peft")
 
 MANIFEST = "manifest.json"
-_RECORD = "stage.json"  # of a stage its metrics, of its state what it is doing
-_FORMER = "former"  # in its state, the stage as it was before it is done again
+_RECORD = "stage.json"  # in a stage's folder: its metrics; in its state: its settings
+_FORMER = "former"  # in the state: the stage's former result, before it is done again
 
 
 @dataclass(frozen=True)
 class Artifacts:
     """
-    What stages hand on to later ones.
+    Results that stages pass to later ones.
 
     Args:
         experts: folders of the experts: LoRA adapters, or in the mode `ffn` dense models.
-        tokenizer: the folder of the experts' tokenizer, where it is needed.
+        tokenizer: the folder of the experts' tokenizer, if it is needed.
         routers: the file of the routers' weights.
         model: the trained adapter or model.
     """
@@ -58,13 +58,13 @@ class Stage(ABC):
 
     Args:
         context: the run.
-        given: what the stages before it hand on.
+        given: the artifacts of the previous stages.
     """
 
-    name: ClassVar[str]  # of its folder and of its section in the recipe
-    seed_offset: ClassVar[int] = 0  # from the recipe's seed, where the section has none
-    inputs: ClassVar[tuple[str, ...]] = ("model", "train", "experts", "chat_template")  # whose hashes identify it
-    seconds: float | None = None  # of this process, which has done it from its beginning to its end
+    name: ClassVar[str]  # name of its folder and of its section in the recipe
+    seed_offset: ClassVar[int] = 0  # added to the recipe's seed if the section has no seed
+    inputs: ClassVar[tuple[str, ...]] = ("model", "train", "experts", "chat_template")  # hashed to identify it
+    seconds: float | None = None  # set if this process did the whole stage
 
     def __init__(self, context: RunContext, given: Artifacts) -> None:
         self.context, self.kind, self.recipe, self.given = context, context.kind, context.recipe, given
@@ -72,27 +72,27 @@ class Stage(ABC):
     @classmethod
     @abstractmethod
     def wanted(cls, recipe: Recipe) -> bool:
-        """Whether the stage is part of a recipe's run."""
+        """Return whether the stage is part of a recipe's run."""
 
     @abstractmethod
     def run(self, folder: Path) -> dict[str, Any]:
         """
-        Do the work.
+        Run the stage.
 
         Args:
-            folder: to write to; what must survive when a run is stopped goes to `self.state`.
+            folder: folder to write to. Files that a stopped run needs again go to `self.state`.
 
         Returns:
-            metrics, for the record.
+            metrics for the record.
         """
 
     @property
     def result(self) -> Artifacts:
-        """What there is for later stages when this one is done."""
+        """Artifacts for later stages, once this stage is done."""
         return self.given
 
     def check(self) -> None:  # noqa: B027  (most stages have nothing to check)
-        """Before any stage runs, and for a plan: raise a `ValueError` if the recipe does not fit the data."""
+        """Raise a `ValueError` if the recipe does not fit the data; before any stage runs, and for a plan."""
 
     @property
     def folder(self) -> Path:
@@ -100,12 +100,12 @@ class Stage(ABC):
 
     @property
     def state(self) -> Path:
-        """The folder of what it needs only until it is done."""
+        """Folder of the files needed only until the stage is done."""
         return self.context.root / f"{self.name}.state"
 
     @property
     def section(self) -> Any:
-        """Its section of the recipe, if it has one."""
+        """Stage's section of the recipe, or None."""
         return getattr(self.recipe, self.name, None)
 
     @property
@@ -115,20 +115,20 @@ class Stage(ABC):
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are when it is done."""
+        """Number of experts after the stage."""
         return self.recipe.num_experts
 
     def settings(self) -> dict[str, Any]:
-        """The settings that decide its result, by name."""
+        """Return the settings that change the stage's result, by name."""
         section = {} if self.section is None else self.section.model_dump(exclude={"sft"})
         return {**{f"{self.name}.{key}": value for key, value in section.items()}, f"{self.name}.seed": self.seed}
 
     def hashes(self) -> dict[str, Any]:
-        """The hashes of the inputs that decide its result."""
+        """Return the hashes of the inputs that change the stage's result."""
         return {key: self.context.hashes[key] for key in self.inputs}
 
     def fingerprint(self) -> Fingerprint:
-        """Everything that decides its result. Earlier stages' results are inputs, so a change is passed on."""
+        """Return all that changes the stage's result. It includes earlier stages' results, so a change is passed on."""
         r, earlier = self.recipe, self.context.records
         model = {**r.model.model_dump(), "dtype": r.dtype}
         facts = {
@@ -144,16 +144,16 @@ class Stage(ABC):
                 for name, record in earlier.items()
             },
         }
-        return Fingerprint(json.loads(json.dumps(facts, default=str)))  # as it will be read again
+        return Fingerprint(json.loads(json.dumps(facts, default=str)))  # as it will be read back
 
 
 def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str, Any]:
     """
-    Do a stage unless it is done already, and return its record: fingerprint, metrics, sizes and hashes of its files.
+    Run a stage unless it is done. Return its record: fingerprint, metrics, sizes and hashes of its files.
 
     Args:
-        redo: whether a stage that is done, but with other settings or inputs, may be removed and done again.
-        position: which of how many stages it is, for the log.
+        redo: whether a stage done with other settings or inputs may be removed and run again.
+        position: "stage 1 of 4", for the log.
     """
     fingerprint = stage.fingerprint()
     if not on_main_process(lambda: _is_done(stage, fingerprint, redo)):
@@ -191,7 +191,7 @@ def _is_done(stage: Stage, fingerprint: Fingerprint, redo: bool) -> bool:
 
 
 def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> bool:
-    """Make room for a stage's files. One that resumes keeps its state. Return whether it resumes."""
+    """Make room for a stage's files. A resumed stage keeps its state. Return whether the stage resumes."""
     note = stage.state / _RECORD
     facts = {**fingerprint.facts, "processes": PartialState().num_processes}
     begun = None
@@ -203,12 +203,12 @@ def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> bool:
         if begun is not None:
             difference = Fingerprint(begun).difference(Fingerprint(facts))
             logger.warning("%s: begins anew, as it changed: %s", stage.name, difference)
-        note.unlink(missing_ok=True)  # first: what a kill leaves of the state is not taken for one to resume from
+        note.unlink(missing_ok=True)  # first: a kill during `remove` must not leave a state to resume from
         remove(stage.state)
         stage.state.mkdir(parents=True)
         write_json(note, facts)
         logger.info("%s: running%s", stage.name, position and f" ({position})")
-    if (stage.folder / MARKER).is_file():  # to be done again
+    if (stage.folder / MARKER).is_file():  # it will be done again
         stage.folder.rename(stage.state / _FORMER)
     remove(stage.folder)
     stage.folder.mkdir()
@@ -216,13 +216,13 @@ def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> bool:
 
 
 def _withdraw(stage: Stage) -> None:
-    """After a refusal: what was done before stays, and of a stage that made nothing, nothing."""
+    """Undo `_begin` after an `InputError`: restore a former result. Keep the state only if a run can resume from it."""
     former = stage.state / _FORMER
     if former.is_dir():
         remove(stage.folder)
         former.rename(stage.folder)
     elif any(path.is_file() and path.name != _RECORD for path in stage.state.rglob("*")):
-        return  # it resumes
+        return  # a later run resumes
     else:
         remove(stage.folder)
     remove(stage.state)
@@ -234,16 +234,16 @@ def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> 
 
 
 def _clear_state(stage: Stage) -> None:
-    """Remove a stage's state, once the user's own files in its former folder are back."""
+    """Put the user's own files in the former folder back, then remove the stage's state."""
     former = stage.state / _FORMER
     if former.is_dir():
-        with suppress(ValueError, KeyError, TypeError):  # a damaged marker
+        with suppress(ValueError, KeyError, TypeError):  # if the marker is damaged
             keep_own_files(former, stage.folder, {MARKER, "README.md", *read_json(former / MARKER)["files"]})
     remove(stage.state)
 
 
 def keep_own_files(former: Path, folder: Path, written: Collection[str]) -> None:
-    """Put the user's own files of a folder into the one that follows it: all but those written by us."""
+    """Copy the user's own files of a folder to its replacement: all files except `written`."""
     for path in [path for path in former.rglob("*") if path.is_file()]:
         name = path.relative_to(former)
         if name.as_posix() not in written and not (folder / name).exists():
@@ -252,12 +252,12 @@ def keep_own_files(former: Path, folder: Path, written: Collection[str]) -> None
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a stage that is done."""
+    """Read the record of a done stage."""
     return {**read_json(folder / MARKER), "metrics": read_json(folder / _RECORD)}
 
 
 def is_run(root: Path) -> bool:
-    """Whether a run has worked in a folder."""
+    """Return whether a folder has files of a run."""
     with suppress(ValueError):
         if "recipe" in read_json(root / MANIFEST):
             return True
@@ -265,7 +265,7 @@ def is_run(root: Path) -> bool:
 
 
 def outlook(stages: Sequence[Stage]) -> dict[str, str]:
-    """What a run would do with each of its stages, by name: nothing, resume, begin, or do it again and why."""
+    """Return stage → status for the next run: "done", "resumes", "to do", or "again" with the reason."""
     plans: dict[str, str] = {}
     for stage in stages:
         changed = [name for name, plan in plans.items() if plan != "done"]

@@ -1,4 +1,4 @@
-"""The stages that make a MoE: what they do, what they need, and what the plan asks for; `ExpertKind` says how."""
+"""Stages that make a MoE: their work, inputs and results, and their numbers for a plan. `ExpertKind` does the work."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from .router_init import init_routers
 from .stage_cache import Artifacts, Stage
 
 _TOKENIZER = "tokenizer"  # in the folder of stage 1, for the mean of its experts
-ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
-_FEW_STEPS = 30  # of an expert's routing vectors; with fewer, they stay close to random ones
+ROUTERS = "routers.safetensors"  # stage 3's routers
+_FEW_STEPS = 30  # steps of an expert's routing vectors; with fewer, they stay close to random values
 
 
 class TrainerStage(Stage):
-    """A stage that makes a trainer."""
+    """A stage with a trainer."""
 
-    config: ClassVar[type[SFTConfig]] = SFTConfig  # of its training arguments
-    trains_loras: ClassVar[bool] = False  # each by itself, for which the MoE's other settings do not count
+    config: ClassVar[type[SFTConfig]] = SFTConfig  # class of its training arguments
+    trains_loras: ClassVar[bool] = False  # it trains LoRAs one by one; the MoE's other settings have no effect
 
     @property
     def sft(self) -> dict[str, Any]:
-        """The method's training arguments, overridden by the recipe's and these by the stage's own."""
+        """Training arguments: the method's, overridden by the recipe's, overridden by the stage's."""
         method, sft = TRAINING[self.recipe.mode], {**self.recipe.sft, **self.section_sft}
         if "max_length" not in sft and self.context.positions is not None:
             sft["max_length"] = min(method["max_length"], self.context.positions)
@@ -57,21 +57,21 @@ class TrainerStage(Stage):
 
     @property
     def section_sft(self) -> dict[str, Any]:
-        """The training arguments of its section."""
+        """Training arguments in the stage's section."""
         return getattr(self.section, "sft", {})
 
     def field(self, name: str) -> str:
-        """The path in the recipe of one of its training arguments."""
+        """Return the path in the recipe of a training argument of this stage."""
         return f"{self.name + '.' if name in self.section_sft else ''}sft.{name}"
 
     def check(self) -> None:
-        """Examples may not be longer than what the base takes."""
+        """Raise if examples may be longer than the base model's position embeddings."""
         length, most = self.sft["max_length"], self.context.positions
         if most is not None and (length is None or (isinstance(length, int) and length > most)):
             raise InputError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
 
     def arguments(self, **overrides: Any) -> SFTConfig:
-        """The training arguments: the recipe's, then the stage's, then what the pipeline decides."""
+        """Create the training arguments: the recipe's, then the stage's, then the pipeline's."""
         run = self.context.root.resolve().name
         settings = {
             "report_to": "none",
@@ -104,41 +104,41 @@ class TrainerStage(Stage):
 
     @property
     def template(self) -> tuple[str, str | None]:
-        """The field that names its chat template, and what it names."""
+        """Field that sets the chat template, and its value."""
         return self.field("chat_template_path"), self.sft.get("chat_template_path")
 
     def examples(self) -> Dataset:
-        """What its trainer gets."""
+        """Return the trainer's examples."""
         return self.context.train_data
 
     def example_arguments(self, **overrides: Any) -> SFTConfig:
-        """The training arguments that say how its examples are prepared."""
+        """Return training arguments with the settings to prepare this stage's examples."""
         return self.arguments(**overrides)
 
 
 class TrainingStage(TrainerStage):
-    """A stage that trains, and so has a share of the budget."""
+    """A stage that trains, with a share of the budget."""
 
     @property
     @abstractmethod
     def epochs(self) -> float:
-        """Passes over the training data that it takes."""
+        """Passes over the training data in this stage."""
 
     @abstractmethod
     def planned(self, base: PreTrainedModel) -> Any:
         """
-        What it will train, as a model of its own or around the base, with new values where there are weights.
+        Return the model that the stage will train: a new model, or the base with new parameters. No weights are loaded.
 
         Args:
-            base: the base, without weights.
+            base: the base model, without weights.
         """
 
     def advice(self, rows: int, processes: int) -> str:
-        """What a plan says about the stage besides its numbers."""
+        """Return advice for a plan, besides the stage's numbers."""
         return ""
 
     def steps(self, rows: int, processes: int) -> int:
-        """Optimizer steps for `rows` training rows."""
+        """Return the number of optimizer steps for `rows` training rows."""
         return math.ceil(
             self.epochs * self._steps_in_epoch(rows, processes, bool(self.sft.get("dataloader_drop_last")))
         )
@@ -156,7 +156,7 @@ class TrainingStage(TrainerStage):
 
 
 class Prepare(TrainingStage):
-    """Stage 1: fine-tuning whose checkpoints become experts, or whose last one is the result."""
+    """Stage 1: fine-tuning. Its checkpoints become experts, or its last checkpoint is the result."""
 
     name = "prepare"
     trains_loras = True
@@ -183,14 +183,14 @@ class Prepare(TrainingStage):
 
     def steps(self, rows: int, processes: int) -> int:
         steps = super().steps(rows, processes)
-        chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
+        chosen_steps(steps, *self._selection())  # raises before the run if there are too few checkpoints
         return steps
 
     def planned(self, base: PreTrainedModel) -> Any:
         return self.kind.planned_expert(base)
 
     def run(self, folder: Path) -> dict[str, Any]:
-        args = self.arguments(num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then shards
+        args = self.arguments(num_train_epochs=self.epochs)  # before the model is loaded, for ZeRO-3 to shard it
         model = self.context.base.load()
         num_experts, num_checkpoints, selection = self._selection()
         prepared = prepare_experts(
@@ -212,7 +212,7 @@ class Prepare(TrainingStage):
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def _selection(self) -> tuple[int, int | None, str]:
-        """How many experts, from how many checkpoints, chosen how."""
+        """Return the number of experts, the number of checkpoints, and the selection."""
         if not self.recipe.facts.collects or self.recipe.facts.copies:
             return 1, 1, "uniform"
         section = self.recipe.prepare
@@ -220,7 +220,7 @@ class Prepare(TrainingStage):
 
 
 class Expand(Stage):
-    """Stage 2: further experts are merged from those of stage 1."""
+    """Stage 2: merges the experts of stage 1 into further ones."""
 
     name = "expand"
     seed_offset = 1
@@ -240,7 +240,7 @@ class Expand(Stage):
 
 
 class Mean(Stage):
-    """The mean of stage 1's experts, as one LoRA or one dense model: a result, and a baseline for all that follows."""
+    """Mean of stage 1's experts, as one LoRA or one dense model: a result, and a baseline for all other methods."""
 
     name = "mean"
     inputs = ("model", "experts")
@@ -267,7 +267,7 @@ class Mean(Stage):
 
 
 class RouterInit(TrainingStage):
-    """Stage 3: seed examples are assigned to experts, which learn from them with their routing vectors."""
+    """Stage 3: assigns seed examples to experts, and trains each expert and its routing vectors on its examples."""
 
     name = "router_init"
     trains_loras = True
@@ -320,18 +320,18 @@ class RouterInit(TrainingStage):
         on_main_process(lambda: write_routers(folder / ROUTERS, routed.routers))
         on_main_process(lambda: write_buckets(folder, routed.buckets, routed.perplexity))
         result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in routed.buckets]}
-        if routed.trained:  # losses of the last expert, steps of all
+        if routed.trained:  # losses of the last expert, steps of all experts
             result |= {**metrics(routed.trained[-1]), "steps": sum(routed.steps)}
             result |= {"steps_per_expert": routed.steps, "vectors_moved": routed.moved}
         return result
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
-        del settings["router_init.within_budget"]  # decides stage 4's share only
+        del settings["router_init.within_budget"]  # changes only stage 4's share
         return settings
 
     def seed_data(self) -> Dataset:
-        """The seed set, in random order, in which buckets are filled: a file may be sorted by domain."""
+        """Return the seed set in random order: a file may be sorted by domain, and buckets are filled in order."""
         data = self.context.train_data
         return drawn(data, self.recipe.seed_count(len(data)), self.seed)
 
@@ -339,12 +339,12 @@ class RouterInit(TrainingStage):
         return self.seed_data()
 
     def example_arguments(self, **overrides: Any) -> SFTConfig:
-        """The training arguments for passes over the seed set."""
+        """Return training arguments for passes over the seed set."""
         epochs = self.recipe.router_init.num_train_epochs
         return self.arguments(**{"num_train_epochs": epochs, "packing": False, "padding_free": False, **overrides})
 
     def steps(self, rows: int, processes: int) -> int:
-        """Experts are trained one after the other, each on its bucket."""
+        """Return the optimizer steps of all experts, each trained on its bucket."""
         return self.recipe.num_experts * self._steps_per_expert(rows, processes)
 
     def _steps_per_expert(self, rows: int, processes: int) -> int:
@@ -364,7 +364,7 @@ class RouterInit(TrainingStage):
 
 
 class PostTrain(TrainingStage):
-    """Stage 4: the assembled MoE is fine-tuned."""
+    """Stage 4: fine-tunes the assembled MoE."""
 
     name = "post_train"
     seed_offset = 3
@@ -386,7 +386,7 @@ class PostTrain(TrainingStage):
         if "expert_map" in self.sft:
             overrides["label_column"] = self.recipe.data.label_column
         if self.sft.get("router_balancing") is None:
-            overrides["router_balancing"] = "layer"  # of native MoEs, too
+            overrides["router_balancing"] = "layer"  # for native MoEs, too
         args, router = super().arguments(**overrides), self.recipe.post_train.router
         if router and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
             raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
@@ -398,7 +398,7 @@ class PostTrain(TrainingStage):
         column, expert_map = r.data.label_column, r.expert_map
         if expert_map is None or column is None:
             return
-        # Without a mask, held-out data may have other domains.
+        # Without a label mask, held-out data may have other domains.
         held_out = self.context.eval_data if r.masks_labels else None
         for name, data in (("data.train", self.context.train_data), ("data.eval", held_out)):
             unknown = unknown_labels(data, column, expert_map) if data is not None else []
@@ -416,7 +416,7 @@ class PostTrain(TrainingStage):
 
     def run(self, folder: Path) -> dict[str, Any]:
         given, data = self.given, self.context.train_data
-        args = self.arguments(num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then shards
+        args = self.arguments(num_train_epochs=self.epochs)  # before the model is loaded, for ZeRO-3 to shard it
         model = self.kind.assemble(given.experts, given.routers, data, args, self.seed, self.state)
         size, output = model_size(model), folder / self.kind.output
         trained = post_train(
@@ -428,7 +428,7 @@ class PostTrain(TrainingStage):
 
 
 def write_card(stage: Stage, folder: Path) -> None:
-    """The model card of a run's result, which the stage made."""
+    """Write the model card of a run's result, made by `stage`."""
     r, records = stage.recipe, stage.context.records
     data = source_name(r.data.train)
     earlier = [
@@ -441,5 +441,5 @@ def write_card(stage: Stage, folder: Path) -> None:
 
 
 def metrics(trained: Trained) -> dict[str, Any]:
-    """What a stage's record holds of a training."""
+    """Return a training's part of a stage's record."""
     return {**trained.metrics(), "history": trained.history}

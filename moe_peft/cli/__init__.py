@@ -24,19 +24,19 @@ from .help import ASKED, prepare_help
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; `ends_in_one_line` says how failed and stopped commands end."""
+    """Run a command. `ends_in_one_line` sets the message and exit code of failed and stopped commands."""
     options, rest = _parser().parse_known_args(arguments)
     rest = [*options.arguments, *rest]
     if options.command is None and rest in ([], ["--help-all"]):
         _parser().print_help()
         return
-    if options.command != "exec":  # shells leave that of --output=~/folder
+    if options.command != "exec":  # shells do not expand --output=~/folder
         rest = [re.sub(r"^(--[\w-]+=)?~(?=/)", lambda flag: (flag[1] or "") + os.path.expanduser("~"), a) for a in rest]
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal can show all characters of results
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show all characters
     quiet = options.quiet
     with ends_in_one_line(options.command):
-        if options.command != "exec":  # whose options and environment are another program's
+        if options.command != "exec":  # exec's options and environment are another program's
             os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
             _check_launcher()
             _hide_noise()
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if common.config is not None:
                 from ..utils.validation import read_settings
 
-                # Before the command is imported: what the modules register may become fields of its options.
+                # Before the command is imported: plugins may register values that become fields of its options.
                 plugins += load_plugins(read_settings(common.config).get("plugins", []))
                 rest += ["--config", common.config]
             PLUGINS[:] = dict.fromkeys(plugins)
@@ -64,11 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 os.environ.pop(name, None)
         module = import_module(command.module, __name__)
         if quiet:
-            _hide_progress()  # before training arguments are made, which look
+            _hide_progress()  # before training arguments are created, as they read it
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
         parser = module.parser(f"moe-peft {options.command}")
-        parser.error = _raise  # in one line, without the usage
+        parser.error = _raise  # one line, without the usage
         if options.command != "exec":
             parser.add_argument("--help-all", action="help")
             if ASKED & {*rest}:
@@ -86,7 +86,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _common() -> argparse.ArgumentParser:
-    """Options that every command has, and the YAML file of those that train, which may name plugins."""
+    """Create a parser for the options of every command, and for `--config`: its YAML file may name plugins."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--plugins", nargs="+", default=[])
@@ -95,7 +95,7 @@ def _common() -> argparse.ArgumentParser:
     return parser
 
 
-_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # that launchers give a process
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")  # set by launchers in each process
 _LAUNCH = (*_NUMBERS, "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
 
 
@@ -106,12 +106,12 @@ def _check_launcher() -> None:
             raise InputError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
 
 
-# Logger → words of its lines that tell the user nothing.
+# Logger → text of its messages to hide.
 _NOISE = {
     "torchao": "Failed to load",
     "torchao.kernel.intmm": "Detected no triton",
     "torch.utils._pytree": "is an Enum subclass",
-    "datasets.packaged_modules.json.json": "Failed to load JSON",  # our line names the file's
+    "datasets.packaged_modules.json.json": "Failed to load JSON",  # our error names the file
     "DeepSpeed": "Setting accelerator to CPU",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
@@ -119,8 +119,8 @@ _NOISE = {
 
 def _hide_noise() -> None:
     """
-    Hide what other packages tell their own developers, and their progress bars of a second, unless the user has set
-    `PYTHONWARNINGS` or the packages' own variables. Their errors, and all other warnings, are shown.
+    Hide messages for other packages' developers, and short progress bars, unless the user has set `PYTHONWARNINGS` or
+    the packages' own variables. Errors and all other warnings are shown.
     """
     for name in _NOISE:
         logging.getLogger(name).addFilter(_is_news)
@@ -130,7 +130,7 @@ def _hide_noise() -> None:
         warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator")
     if "HF_DATASETS_DISABLE_PROGRESS_BARS" not in os.environ:
         when_imported("datasets", lambda datasets: datasets.disable_progress_bars())
-    if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:  # of transformers too; downloads keep theirs
+    if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:  # also transformers' bars; downloads keep theirs
         when_imported("transformers.utils.logging", lambda module: module.set_tqdm_hook(_bar))
 
 
@@ -139,18 +139,18 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _bar(kind: Any, args: Any, kwargs: Any) -> Any:
-    """A progress bar of transformers."""
+    """Create a progress bar of transformers. Disable it for short work: loading and writing weights."""
     if kwargs.get("desc") in ("Loading weights", "Writing model shards"):
         kwargs = {**kwargs, "disable": True}
     return kind(*args, **kwargs)
 
 
 def _hide_progress() -> None:
-    """No progress bars of other packages, and none of their warnings."""
+    """Hide transformers' progress bars and warnings."""
     import transformers
 
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # with which `Trainer` has no bar by default
+    transformers.logging.set_verbosity_error()  # also hides `Trainer`'s bar by default
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """
-The options of the commands that train, as flags and from YAML files: the fields of TRL's dataclasses and of
-`MoELoraConfig`, all under their own names. Flags override the file.
+Options of the commands that train, as flags and from YAML files: the fields of TRL's dataclasses and of
+`MoELoraConfig`, by their own names. Flags override the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("moe_peft")
 
 @dataclass
 class RunOptions:
-    """What no other dataclass has."""
+    """Options of the commands that are in no other dataclass."""
 
     adapter: str | None = field(
         default=None, metadata={"help": "Train this MoE-LoRA adapter (a folder) further instead of a new one."}
@@ -62,12 +62,12 @@ class RunOptions:
 
 
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
-    """A dataclass with the fields of another, of types that a command line can give."""
+    """Create a dataclass with the fields of `kind` except `left_out`. `types` replaces types that flags cannot have."""
     hints = {**get_type_hints(kind), **types}
     kept: list[Any] = []
-    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name.startswith("router_")):  # which a help shows last
+    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name.startswith("router_")):  # last in the help
         if f.init and f.name not in left_out:
-            metadata = {key: value for key, value in f.metadata.items() if key != "allowed"}  # argparse gets the rest
+            metadata = {key: value for key, value in f.metadata.items() if key != "allowed"}  # the rest is for argparse
             default: Any = {"default": f.default, "default_factory": f.default_factory}
             kept.append((f.name, hints[f.name], field(**default, metadata=metadata)))
     return dataclasses.make_dataclass(kind.__name__, kept)
@@ -87,7 +87,7 @@ AdapterOptions = _reduced(
         "init_lora_weights": str,
     },
 )
-# TRL's options that nothing here reads, and what to do instead.
+# TRL's options without effect here → what to do instead.
 _UNREAD = {
     "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
     "model_init_kwargs": "use model_revision, dtype and attn_implementation",
@@ -103,9 +103,9 @@ class Options:
     Args:
         data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
         adapter: fields of `MoELoraConfig`.
-        run: the command's own.
+        run: options of the command itself.
         has_rate: whether the user set a learning rate.
-        given: the values of all options before any class derived others from them.
+        given: the values of all options, before any class derived further values.
     """
 
     data: ScriptArguments
@@ -118,7 +118,7 @@ class Options:
 
     @cached_property
     def base(self) -> Base:
-        """The model to train, or to train an adapter for."""
+        """Model to train, or base model of the adapter to train."""
         name, revision = self.model.model_name_or_path, self.model.model_revision
         if name is None:
             self._adapter.remedy = "name it with model_name_or_path"
@@ -129,14 +129,14 @@ class Options:
 
     @cached_property
     def _adapter(self) -> MoELoraFolder:
-        """The adapter to train further."""
+        """Adapter to train further."""
         return open_folder(str(self.run.adapter), "adapter", MoELoraFolder)
 
     @cached_property
     def trained_adapter(self) -> MoELoraConfig | None:
         """
-        The config of the adapter that is trained further, with a new coefficient of the balancing loss if there is one;
-        None: a new one is trained, or the model itself.
+        Config of the adapter to train further, with the new coefficient of the balancing loss if it is set. None if a
+        new adapter or the model itself is trained.
         """
         if self.run.adapter is None:
             return None
@@ -149,7 +149,7 @@ class Options:
 
     @cached_property
     def trains_adapter(self) -> bool:
-        """Whether a MoE-LoRA adapter is trained, and not the model itself."""
+        """True if a MoE-LoRA adapter is trained, False if the model itself is trained."""
         if self.run.adapter is not None or self.run.use_peft:
             return True
         if self.run.use_peft is None and not native_layers(self.base.empty()):
@@ -164,7 +164,7 @@ class Options:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the adapter to train further, or of the base."""
+        """Tokenizer of the adapter to train further, or of the base."""
         if self.run.adapter is None or not self._adapter.has_tokenizer:
             return self.base.tokenizer
         check_tokenizer(self._adapter.tokenizer, self.base.config, self._adapter)
@@ -191,7 +191,7 @@ def _read_mapping(text: str) -> dict[Any, Any]:
 
 class TrainingParser(GroupedParser, TrlParser):
     """
-    TRL's parser, with a YAML file whose keys and values are checked.
+    TRL's parser, with checks of a YAML file's keys and values.
 
     Args:
         config: the trainer's config, e.g. `MoESFTConfig`.
@@ -206,11 +206,11 @@ class TrainingParser(GroupedParser, TrlParser):
         }
         groups = {title: {f.name for kind in kinds for f in dataclasses.fields(kind)} for title, kinds in parts.items()}
         groups["Router losses"] |= {"label_column", "expert_map"}
-        # The classes whose fields are read, and the ones whose types the values in a file must have.
+        # `kinds` are the classes to parse; a file's values must have the types of `self.kinds`.
         kinds: list[Any] = [ModelOptions, ScriptArguments, AdapterOptions, config, RunOptions]
         self.kinds: list[Any] = [ModelConfig, ScriptArguments, MoELoraConfig, config, RunOptions]
         super().__init__(kinds, groups=groups, allow_abbrev=False, usage="%(prog)s [--config FILE] [options]", **kwargs)
-        self.actions: dict[str, argparse.Action] = {}  # by key; of a flag and its `--no_…`, the flag
+        self.actions: dict[str, argparse.Action] = {}  # by key; the flag, not its `--no_…`
         for action in self._actions:
             self.actions.setdefault(action.dest, action)
         for name in {*_MAPPINGS, "expert_map"} & self.actions.keys():
@@ -220,6 +220,8 @@ class TrainingParser(GroupedParser, TrlParser):
 
     def parse_args(self, arguments: Sequence[str]) -> Options:  # type: ignore[override]
         """
+        Parse flags and the YAML file into `Options`.
+
         Raises:
             ValueError: no such file, an unknown key or flag, or a wrong value.
         """
@@ -239,7 +241,7 @@ class TrainingParser(GroupedParser, TrlParser):
         names = {self._spelled(argument).partition("=")[0] for argument in arguments}
         if not torch.accelerator.is_available():
             if options.dry_run:
-                self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+                self.actions["use_cpu"].default = True  # a plan may be for a machine with a GPU
             elif not options.use_cpu and "bf16" not in settings and not names & {"--bf16", "--no_bf16"}:
                 self.actions["bf16"].default = False
                 logger.info("bf16=False: there is no GPU here, so this trains in float32")
@@ -250,7 +252,7 @@ class TrainingParser(GroupedParser, TrlParser):
             raise InputError(
                 arguments_error(error, "--bf16 false") if "use_cpu" in str(error) else str(error)
             ) from error
-        except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
+        except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # from a library's checks
             raise InputError(f"{self.prog}: {one_line(error)}") from error
         for part in (data, training, model):
             for name, value in vars(part).items():
@@ -269,17 +271,17 @@ class TrainingParser(GroupedParser, TrlParser):
         return Options(data, training, model, vars(adapter), run, has_rate, vars(options))
 
     def _read(self, path: str) -> dict[str, Any]:
-        """The settings of a YAML file."""
+        """Read and check the settings of a YAML file."""
         settings = read_settings(path)
         with prefixed(path):
-            settings.pop("plugins", None)  # `main` has imported them
+            settings.pop("plugins", None)  # imported by `main`
             known = self.actions.keys() - {"help", "config"}
             if wrong := unknown_keys(settings, known, "", f"`{self.prog} --help-all`", FOREIGN):
                 raise InputError(wrong)
             for key, value in settings.items():
                 if self.actions[key].nargs == "+" and isinstance(value, str):
                     settings[key] = [value]
-                if str(key).endswith("_strategy") and value is False:  # what YAML makes of no
+                if str(key).endswith("_strategy") and value is False:  # YAML reads `no` as False
                     settings[key] = "no"
             for kind in self.kinds:
                 names = {f.name for f in dataclasses.fields(kind)} & settings.keys() - {"stages"}
@@ -290,7 +292,7 @@ class TrainingParser(GroupedParser, TrlParser):
 # --- stages of training ----------------------------------------------------------------------------------------------
 
 _STAGES = get_args(Stage)
-# Setting of a stage → the setting of all stages that it replaces: the other dtype, or the same by its other name.
+# Setting of a stage → common setting that it replaces: the other dtype, or the same setting by its other name.
 _REPLACES = {
     "bf16": "fp16",
     "fp16": "bf16",
@@ -310,11 +312,11 @@ _OF_ALL_STAGES = {
 
 def training_stages(options: Options) -> dict[str, Any]:
     """
-    The training arguments of each stage, by the section that has them: "stages.routers", …; "" is a single training. A
-    stage has a folder of its own for its checkpoints.
+    Return the training arguments of each stage, by their section: "stages.routers", …; "" is a single training. Each
+    stage has a separate folder for its checkpoints.
 
-    Labels that supervise routers together with the language loss did harm in "Label-Supervised Routing in Upcycled
-    Mixture of Experts", so by default routers are trained first and the rest afterwards.
+    In "Label-Supervised Routing in Upcycled Mixture of Experts", it did harm to supervise routers by labels together
+    with the language loss. With labels, routers are therefore trained first and the rest afterwards by default.
     """
     training, stages = options.training, options.run.stages
     if stages is None and _labels_alone(training):
@@ -345,7 +347,7 @@ def training_stages(options: Options) -> dict[str, Any]:
         for key in settings.keys() & _REPLACES.keys():
             common.pop(_REPLACES[key], None)
         fixed: dict[str, Any] = {"output_dir": str(Path(training.output_dir, name)), "training_stage": name}
-        if training.push_to_hub:  # a repository has the name of the result, which is the last stage's
+        if training.push_to_hub:  # only the last stage is pushed, by the result's name
             fixed |= {"push_to_hub": name == [*stages][-1], "hub_model_id": repo}
         with prefixed(path), refused_settings():
             stage_args[path] = type(training)(**{**common, **settings, **fixed})
@@ -353,12 +355,12 @@ def training_stages(options: Options) -> dict[str, Any]:
 
 
 def _names(training: Any) -> list[str]:
-    """The fields that training arguments are made of."""
+    """Return the names of the fields that create training arguments."""
     return [f.name for f in dataclasses.fields(training) if f.init]
 
 
 def _labels_alone(training: Any) -> bool:
-    """Whether labels supervise routers, and no setting says when."""
+    """Return whether labels supervise routers, without a setting for the time or a mask."""
     if getattr(training, "expert_map", None) is None or training.router_label_loss_coef == 0:
         return False
     whenever = training.training_stage == "joint" and training.router_schedule == "constant"

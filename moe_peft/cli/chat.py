@@ -54,7 +54,7 @@ def parser(prog: str) -> SettingsParser:
 
 
 def _check_address(host: str | None, port: int | None) -> None:
-    """Raise if the page cannot be there: Gradio would wait for it for ever."""
+    """Raise if the page's address is taken or wrong. Gradio would wait for it for ever."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host or "127.0.0.1", port or 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as server:

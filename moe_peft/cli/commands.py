@@ -1,4 +1,4 @@
-"""The table of commands."""
+"""Table of commands."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 class Command(NamedTuple):
     """
-    A command: a module with `parser(prog)` and `run(options)`, and with `USUAL`, the options of its short help, if it
-    has many. It is imported only when it runs, so that `--help` and `--version` answer at once.
+    A command: a module with `parser(prog)` and `run(options)`. A module with many options also has `USUAL`, the options
+    of its short help. The module is imported only when the command runs, so that `--help` and `--version` answer at
+    once.
 
     Args:
-        module: its name; a relative one is in this package.
-        about: what it does, for `moe-peft --help`.
-        once: whether only the first of a launcher's processes does the work.
-        resumes: how to resume a killed run; empty: nothing half-written is left.
-        needs_less: how to use less memory.
+        module: name of the module; a relative name is in this package.
+        about: description for `moe-peft --help`.
+        once: whether only the first of a launcher's processes runs the command.
+        resumes: advice to resume a killed run; empty: nothing half-written is left.
+        needs_less: advice to use less memory.
     """
 
     module: str
@@ -26,7 +27,7 @@ class Command(NamedTuple):
     needs_less: str = "use a machine with more"
 
 
-PLUGINS: list[str] = []  # modules that this run imported first
+PLUGINS: list[str] = []  # modules imported first in this run
 
 
 def to_run(command: str) -> str:
@@ -38,7 +39,7 @@ _LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one 
 _SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
 _BATCHES = "lower --batch-size or --max-length"
 
-# A user's module adds one in one line: name → a `Command`.
+# Name → `Command`. A user's module adds a command in one line.
 COMMANDS: dict[str, Command] = {
     "sft": Command(".sft", "fine-tune a MoE-LoRA adapter or a native MoE", resumes=_LAST, needs_less=_SMALLER),
     "dpo": Command(".dpo", "tune one on preferences", resumes=_LAST, needs_less=_SMALLER),

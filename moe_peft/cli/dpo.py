@@ -10,7 +10,7 @@ from .usual_options import DPO, UsualOptions
 if TYPE_CHECKING:
     from .arguments import Options
 
-ADAPTER_RATE = 5e-6  # five times TRL's default, which is for all weights
+ADAPTER_RATE = 5e-6  # five times TRL's default for all weights
 USUAL = [*chain(*DPO.values())]
 EXAMPLE = r"""
 example:

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"- Python: {platform.python_version()}")
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            # torch's own has the build: +cpu, +cu130, …
+            # torch's `__version__` has the build, too: +cpu, +cu130, …
             installed = str(torch.__version__) if name == "torch" else version(name)
             newest = TESTED.get(name)
             newer = newest and TorchVersion(installed.partition("+")[0]) > newest

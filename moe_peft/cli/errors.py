@@ -1,6 +1,6 @@
 """
-How failed and stopped commands end. What a user can fix is one line on stderr; a bug keeps its traceback. Exit codes
-are those that shells know.
+Messages and exit codes of failed and stopped commands. An error that a user can fix is one line on stderr. A bug keeps
+its traceback. Exit codes follow the conventions of shells.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .commands import COMMANDS, Command
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Of safetensors, of torch and of NumPy, which writes GGUF files.
+# Messages about a full disk from safetensors, torch and NumPy (which writes GGUF files).
 _FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error",
                " requested and ")  # fmt: skip
 _BUG = (
@@ -39,13 +39,13 @@ class _Terminated(BaseException):
 @contextmanager
 def ends_in_one_line(name: str | None) -> Iterator[None]:
     """
-    Run a command inside the block, which may itself add the command to `COMMANDS`.
+    Run a command inside the block. The block may itself add the command to `COMMANDS`.
 
-    An `InputError` ends a command with exit code 2, as do a text that is too long for a path, and a package that an
-    extra brings and that is not installed; a file that cannot be read or written and a lack of memory with 1, SIGINT
-    with 130, SIGTERM with 143, and a pipe that nobody reads any more with 141, silently. Anything else is a bug: it
-    keeps its traceback, and a line says where to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors
-    keep theirs.
+    Exit codes: 2 for an `InputError`, a missing file, a text too long for a path, and a missing package of an extra; 1
+    for a file that cannot be read or written, a full disk, and a lack of memory; 130 for SIGINT; 143 for SIGTERM; 141,
+    without a message, for a pipe that nobody reads any more. Any other error is a bug: it keeps its traceback, a line
+    says where to report it, and the exit code is 1. With MOE_PEFT_TRACEBACK=1 in the environment, all errors keep their
+    traceback.
     """
     shows_all = os.environ.get("MOE_PEFT_TRACEBACK") == "1"
     try:
@@ -61,7 +61,7 @@ def ends_in_one_line(name: str | None) -> Iterator[None]:
     except _Terminated:
         _end(f"terminated: {_remedy(_command(name))}", 128 + signal.SIGTERM)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python, which flushes as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if shows_all:
@@ -93,20 +93,22 @@ def _remedy(command: Command) -> str:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    if code in (INVALID, 1) or os.environ.get("RANK", "0") == "0":  # every process gets a signal, and one reports it
+    if code in (INVALID, 1) or os.environ.get("RANK", "0") == "0":  # all processes get a signal, one reports it
         print(" ".join(line.split()), file=sys.stderr)
     sys.exit(code)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that caused it."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _extra_with(module: str | None, command: str | None) -> str | None:
-    """The extra that brings a module's package, or the one that is named like the command; None: no extra does."""
+    """
+    Return the extra with a module's package, preferably the extra named like the command; None if no extra has it.
+    """
     package = {"yaml": "pyyaml"}.get(top := (module or "").partition(".")[0], top)
     needs = [re.fullmatch(r"([\w.-]+).*extra == \W(\w+)\W", need) for need in requires("moe-peft-hf") or ()]
     extras = [need[2] for need in needs if need and need[1].replace("-", "_") == package.replace("-", "_")]
@@ -123,7 +125,7 @@ def _is_full_disk(error: BaseException) -> bool:
 def _terminable() -> Iterator[None]:
     """Turn SIGTERM into an exception, so that locks and half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may
+        yield  # only the main thread may set handlers
         return
 
     def terminate(number: int, frame: FrameType | None) -> Any:

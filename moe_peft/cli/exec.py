@@ -1,9 +1,9 @@
 """
-`moe-peft exec`: another program, with `moe_peft` imported in every Python process of it.
+`moe-peft exec`: another program, with `moe_peft` imported in each of its Python processes.
 
-Loaders of PEFT know the adapter type only after `import moe_peft`, which other programs do not do. This command puts a
-folder with a `sitecustomize` module first on `PYTHONPATH` and becomes the program, so that the processes which this one
-starts (`accelerate launch`, `torchrun`) inherit it, and exit codes and signals are the program's own.
+PEFT's loaders know the adapter type only after `import moe_peft`, and other programs do not import it. This command
+puts a folder with a `sitecustomize` module first on `PYTHONPATH` and becomes the program. Processes started by the
+program (`accelerate launch`, `torchrun`) inherit the path. Exit codes and signals are the program's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .help import ASKED
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """A parser that leaves everything to the program, even `-m`; only a help option that comes first is its own."""
+    """A parser that leaves all arguments to the program, even `-m`. It reads only a help option in the first place."""
 
     def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
         if arguments and arguments[0] in ASKED:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _command(program: list[str]) -> list[str]:
-    """The program's file and its arguments. Programs in this Python's environment take precedence."""
+    """Return the program's file and its arguments. Programs in this Python's environment take precedence."""
     if not program:
         raise InputError("exec: name a program, e.g. moe-peft exec -- lm_eval --help")
     name = program[0]

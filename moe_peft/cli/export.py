@@ -54,9 +54,9 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: ExportSettings) -> None:
-    if settings.format not in FORMATS:  # which plugins may add to
+    if settings.format not in FORMATS:  # plugins may add formats
         raise InputError(choice_error("format", settings.format, FORMATS))
-    # What the format does not read.
+    # Raise for settings that the format does not read.
     written, source = FORMATS[settings.format], settings.adapter or settings.model
     if source is None or (settings.adapter and settings.model):
         raise InputError("adapter, model: give one of the two")
@@ -74,12 +74,12 @@ def run(settings: ExportSettings) -> None:
 
     if texts is not None:
         check_verifiable(source, settings.base)
-    # Write it.
+    # Write the result.
     own = {name: getattr(settings, name) for name in written.reads if name not in ("model", "verify")}
     own = {name: value for name, value in own.items() if value is not None}
     path = written.export(source, settings.output, settings.base, family=settings.family, dtype=settings.dtype, **own)
     print(path)
-    # Say what it is good for.
+    # Report the programs that compute it differently, and the verification.
     if (path / CONFIG).is_file():
         print_engines(path)
     if texts is not None:
@@ -94,7 +94,9 @@ def run(settings: ExportSettings) -> None:
 
 
 def print_engines(folder: Path) -> None:
-    """Print which programs compute the model differently from transformers. It is written already: nothing may fail."""
+    """
+    Print the programs that compute the model differently from transformers. It never raises: the model is written.
+    """
     from ..native.families import inexact
     from ..utils.loading import read_config
 
@@ -107,7 +109,7 @@ def print_engines(folder: Path) -> None:
 
 
 def _texts(text_or_file: str) -> list[str]:
-    """The text, or the lines of a file, which is read before anything is written."""
+    """Return the text, or the lines of a file. The file is read before anything is written."""
     is_file = len(os.fsencode(text_or_file)) < 256 and Path(text_or_file).exists()
     if not is_file and re.fullmatch(r"\S+\.(txt|md|jsonl?|csv)", text_or_file):
         raise InputError(f"--verify {text_or_file!r}: no such file; give text, or a text file")

@@ -1,4 +1,4 @@
-"""What `--help` of a command prints: its usual options in groups, and an example; `--help-all` lists every option."""
+"""Help of a command. `--help` prints its usual options in groups, and an example; `--help-all` lists every option."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 ASKED = {"-h", "--help", "--help-all"}
-_METAVARS = {"int": "N", "float": "X", "string_to_bool": "true|false"}  # by what reads the value
-_LISTED = 4  # choices that are shown instead of NAME
+_METAVARS = {"int": "N", "float": "X", "string_to_bool": "true|false"}  # by the name of the option's type
+_LISTED = 4  # more choices than this are shown as NAME
 
 
 class GroupedParser(argparse.ArgumentParser):
     """
-    A parser that puts each option into the group that names it.
+    A parser with its options in groups.
 
     Args:
         groups: title → names of options.
@@ -27,7 +27,7 @@ class GroupedParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Flags may have dashes or underscores."""
+        """Accept flags with dashes or underscores."""
         return super().parse_known_args(args if args is None else [*map(self._spelled, args)], namespace)
 
     def _spelled(self, argument: str) -> str:
@@ -44,7 +44,7 @@ class GroupedParser(argparse.ArgumentParser):
         if title is None:
             return super().add_argument(*flags, **kwargs)
         if not any(group.title == title for group in self._action_groups):
-            for each in self.groups:  # in their order, as fields come in another
+            for each in self.groups:  # in the order of `groups`, not of the fields
                 self.add_argument_group(each)
         group = next(group for group in self._action_groups if group.title == title)
         return group.add_argument(*flags, **kwargs)
@@ -52,10 +52,10 @@ class GroupedParser(argparse.ArgumentParser):
 
 def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everything: bool) -> None:
     """
-    Change how a parser describes itself, before it prints its help and ends.
+    Prepare a parser to print its help.
 
     Args:
-        usual: the options, by the names of their settings, that the short help has; empty: all.
+        usual: names of the settings in the short help; empty: all.
         everything: whether to show every option, with its full text rather than the first sentence.
     """
     parser.add_argument("--quiet", action="store_true", help="no progress bars: only results, our warnings and errors")
@@ -67,7 +67,7 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
             _describe(action, everything)
         elif action.option_strings:
             action.help = argparse.SUPPRESS
-    # What belongs to no group goes last.
+    # Options without a group come last.
     groups = parser._action_groups
     if len(groups) > 2:
         groups[1].title = "Other"
@@ -80,7 +80,7 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
 
 
 def _describe(action: argparse.Action, everything: bool) -> None:
-    """One spelling of a flag, a short name of its value, and its default."""
+    """Keep one spelling of a flag, and add a short placeholder of its value and its default."""
     flags = action.option_strings
     spellings = {flag.replace("_", "-"): flag for flag in reversed(flags)}  # the first of --max-length and --max_length
     flags = action.option_strings = list(reversed(spellings.values()))

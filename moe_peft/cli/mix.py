@@ -26,7 +26,7 @@ _GROUPS = {
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
               "neutral", "right", "max_new_tokens", "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank takes
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 EXAMPLE = r"""
 example, of two LoRA adapters and a file with a few texts for each:
   moe-peft mix --adapters lora-math lora-prose --data math.jsonl prose.jsonl \
@@ -61,7 +61,7 @@ def run(settings: MixSettings) -> None:
 
 
 def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
-    """What every way to answer gives, where requests and tokens go, and what follows."""
+    """Print the results of every way to answer, the routing of requests and tokens, and the verdict."""
     from ..combine.held_out import shown
 
     console = Console(markup=False, emoji=False)
@@ -93,7 +93,7 @@ def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
 
 
 def destinations(settings: MixSettings) -> list[str]:
-    """Where a mixture can go, and where it cannot, with the reasons, from what it really has."""
+    """Return lines with the programs that can load a mixture, and with the programs that cannot and the reasons."""
     from ..native.export import adapted_moe
     from ..native.folders import MoELoraFolder, open_folder
     from ..serving.vllm import check_served

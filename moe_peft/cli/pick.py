@@ -119,13 +119,13 @@ def run(settings: PickSettings) -> None:
         gate.reader = dataclasses.replace(gate.reader, max_length=settings.max_length)
     key = settings.api_key or os.environ.get("VLLM_API_KEY")
     names, served = settings.names or {}, settings.served_model_name
-    gate.pick(["a first request"])  # so that no one waits for what is computed once
+    gate.pick(["a first request"])  # computes its constants before a user waits
     engine = find_engine(settings.server, gate.names, names, settings.base_name, served, key)
     serve(Proxy(gate, engine, served, settings.timeout, settings.max_body << 20), settings.host, settings.port)
 
 
 def fit(settings: PickSettings) -> None:
-    """Write the gate that the requests of `settings.data` make."""
+    """Fit a gate to the requests of `settings.data`, and write it."""
     from ..combine.request_gate import RequestGate, read_neutral
     from ..utils.io import new_folder
 
@@ -140,7 +140,7 @@ def fit(settings: PickSettings) -> None:
 
 
 def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
-    """Adapter → requests that it is for."""
+    """Read the requests of each adapter."""
     from ..native.folders import DenseFolder, NativeFolder, open_folder
     from ..routing.expert_map import label_text
     from ..training.data import check_labels, check_rows, drawn, load_data, rows_of_labels
@@ -170,4 +170,4 @@ def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
     return requests
 
 
-_FORMATS = (("prompt", "completion"), ("messages",), ("text",))  # the first column of each has the request
+_FORMATS = (("prompt", "completion"), ("messages",), ("text",))  # a format's first column is the request

@@ -70,14 +70,14 @@ def run(settings: PruneSettings) -> None:
     print(settings.output)
 
 
-_MOST_ROWS = 64  # with a row for each layer
+_MOST_ROWS = 64  # with more layers, similar layers share a row
 
 
 def print_pruning(pruning: Pruning) -> None:
-    """Tables of what became of the experts, and of size and loss before and after."""
+    """Print tables of the dropped experts, and of size and loss before and after."""
     console = Console(markup=False, emoji=False)
     table = Table("layer", "experts", "dropped", "tokens that lost an expert", title="Pruning")
-    # One row for neighbors of a kind, such as the linears of attention, that have lost the same.
+    # Layers of one kind, such as the linears of attention, share a row if they have lost the same experts.
     rows: dict[tuple[str, ...], list[int]] = {}
     for i, layer in enumerate(pruning.layers):
         change = (f"{layer.num_experts} → {len(layer.kept)}", ", ".join(map(str, layer.dropped)))

@@ -1,4 +1,4 @@
-"""`moe-peft recipes`: settings to start from, which come with the package."""
+"""`moe-peft recipes`: the package's recipes, as settings to start from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..utils.messages import InputError, choice_error
 
 
 def recipe_files() -> dict[str, list[Path]]:
-    """Name, such as `sft/qwen3-0.6b`, → its files, settings and the note on them: of a checkout, or as installed."""
+    """Return recipe name, such as `sft/qwen3-0.6b`, → its settings and note, from a checkout or the installation."""
     checkout = Path(__file__).parents[2] / "recipes"
     if checkout.is_dir():
         files = [path for path in checkout.rglob("*") if path.is_file()]
@@ -24,7 +24,7 @@ def recipe_files() -> dict[str, list[Path]]:
     for path in sorted(files):
         if path.suffix in (".yaml", ".md"):
             found.setdefault(f"{path.parent.name}/{path.stem}", []).append(path)
-    for script in sorted(path for path in files if path.suffix == ".py"):  # goes with the recipes whose note names it
+    for script in sorted(path for path in files if path.suffix == ".py"):  # added to recipes with its name in the note
         for paths in found.values():
             if any(script.name in path.read_text("utf-8") for path in paths if path.suffix == ".md"):
                 paths.append(script)
@@ -32,7 +32,7 @@ def recipe_files() -> dict[str, list[Path]]:
 
 
 def _description(paths: list[Path]) -> str:
-    """The note's heading, or else the comment at the top of the settings."""
+    """Return the note's heading or, without a note, the comment at the top of the settings."""
     first = next((path for path in paths if path.suffix == ".md"), paths[0])
     lines = first.read_text("utf-8").splitlines()
     if first.suffix == ".md":

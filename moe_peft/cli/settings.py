@@ -1,4 +1,4 @@
-"""The settings of a command: fields with a description, from which its flags, `--help` and YAML file are made."""
+"""Settings of a command: fields with a description. Its flags, `--help` and YAML file are made from the fields."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .help import GroupedParser
 
 def check_models(**sources: str | Sequence[str] | None) -> None:
     """
-    Check that models and adapters, by the field that names them, are there. Only then are torch and others imported,
-    which takes seconds.
+    Raise if a model or an adapter does not exist. The keys of `sources` are fields. The check runs before torch and
+    others are imported, which takes seconds.
     """
     for field, names in sources.items():
         for name in [names] if isinstance(names, str) else names or []:
@@ -31,7 +31,7 @@ def check_models(**sources: str | Sequence[str] | None) -> None:
 
 
 def check_files(**sources: str | Sequence[str] | None) -> None:
-    """The same for data: files are there. What may be a folder or a dataset's name is left to `datasets`."""
+    """Raise if a data file does not exist. `datasets` checks other names: a folder or a dataset."""
     for field, names in sources.items():
         for name in [names] if isinstance(names, str) else names or []:
             if Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet") and not Path(name).is_file():
@@ -43,11 +43,12 @@ def check_files(**sources: str | Sequence[str] | None) -> None:
 
 class SettingsParser(GroupedParser):
     """
-    A parser whose flags are the fields of settings, which a YAML file (`--config`) may have too. Flags override it.
+    A parser with a flag for each field of the settings. A YAML file (`--config`) may have the same fields; flags
+    override it.
 
     Args:
-        kind: the settings; a field's title is what `--help` calls its value.
-        groups: title → fields; what is in none goes last.
+        kind: the settings; a field's title is the placeholder of its value in `--help`.
+        groups: title → fields; fields without a group come last.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class SettingsParser(GroupedParser):
 
     def parse_args(self, arguments: Sequence[str]) -> Settings:  # type: ignore[override]
         """
+        Parse flags and the YAML file into settings.
+
         Raises:
             ValueError: no such file, an unknown key or flag, or a wrong value.
         """
@@ -97,7 +100,7 @@ class SettingsParser(GroupedParser):
         flags, file = vars(options), {}
         if "config" not in self.kind.model_fields and (path := flags.pop("config")) is not None:
             file = read_settings(path)
-            file.pop("plugins", None)  # `main` has imported them
+            file.pop("plugins", None)  # imported by `main`
         given, fields = {**file, **flags}, self.kind.model_fields
         missing = [name for name, field in fields.items() if field.is_required() and name not in given]
         if missing and given.keys() <= fields.keys():  # a misspelled key is reported first
@@ -106,18 +109,18 @@ class SettingsParser(GroupedParser):
 
 
 def as_flags(message: str, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> str:
-    """Return an error's line with flags in place of the settings that it names, but for those that a file may have."""
+    """Replace an error's names of settings by flags, except settings that the YAML file may have set."""
     names = [name for name in getattr(getattr(parser, "kind", None), "model_fields", ()) if name != "config"]
     typed = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in arguments}
     names = [name for name in names if "config" not in typed or name in typed]
 
     def flagged(part: str) -> str:
         for name in names:
-            end = r"(?![\w./(])" if "_" in name else r"(?==)"  # others may be words
+            end = r"(?![\w./(])" if "_" in name else r"(?==)"  # other names may be words
             part = re.sub(rf"(?<![\w.\-/=])(?<!\.json: ){name}{end}", _flag(name), part)
         return part
 
-    # First "adapters, models: …", whose names have no value.
+    # First "adapters, models: …": these names have no value.
     before, colon, after = message.partition(": ")
     if (listed := before.split(", ")) and set(listed) <= set(names):
         return ", ".join(map(_flag, listed)) + colon + flagged(after)
@@ -126,7 +129,7 @@ def as_flags(message: str, parser: argparse.ArgumentParser, arguments: Sequence[
 
 
 def flags_in(unknown: Sequence[str]) -> dict[str, str]:
-    """Return the flags among arguments that a parser does not know, with their values; else the first argument."""
+    """Return flag → value of the flags that a parser does not know; without flags, only the first argument."""
     flags = [argument.partition("=") for argument in unknown if argument.startswith("--")]
     return {flag: value for flag, _, value in flags} or {unknown[0]: ""}
 
@@ -136,7 +139,7 @@ def _flag(name: str) -> str:
 
 
 def _read(text: str) -> Any:
-    """A flag's value, written as in YAML, and so also as in JSON."""
+    """Read a flag's value, written as in YAML or JSON."""
     try:
         value = read_yaml(text, one_line(repr(text), 60))
     except InputError as error:
@@ -147,7 +150,7 @@ def _read(text: str) -> Any:
 
 
 def _metavar(field: FieldInfo) -> str:
-    """What `--help` calls a value."""
+    """Return the placeholder of a value in `--help`."""
     kinds, names = {*plain_types(field.annotation)}, {dict: "JSON", float: "X", int: "N"}
     alternatives = (field.annotation, *get_args(field.annotation))
     choices = [str(choice) for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]

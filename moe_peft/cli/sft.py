@@ -10,7 +10,7 @@ from .usual_options import SFT, UsualOptions
 if TYPE_CHECKING:
     from .arguments import Options
 
-ADAPTER_RATE = 2e-4  # ten times TRL's default, which is for all weights
+ADAPTER_RATE = 2e-4  # ten times TRL's default for all weights
 USUAL = [*chain(*SFT.values())]
 EXAMPLE = r"""
 example:

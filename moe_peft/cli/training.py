@@ -1,4 +1,4 @@
-"""What `moe-peft sft` and `moe-peft dpo` do: the data, the model, a trainer for each stage, the result; or a plan."""
+"""Training of `moe-peft sft` and `moe-peft dpo`: data, model, a trainer for each stage, the result; or a plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .commands import to_run
 
 def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float) -> None:
     """
-    Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if asked to.
+    Train every stage and save the result, with the tokenizer, in `output_dir`. With `dry_run`, only print the plan.
 
     Args:
         adapter_rate: the learning rate of an adapter, if the user sets none.
@@ -65,7 +65,7 @@ def train_stages(options: Options, trainer_class: Any) -> None:
 
 
 def print_plan(options: Options) -> None:
-    """Print what every stage will take, after the checks of a training that need no weights."""
+    """Print the cost of every stage, after all checks that need no weights."""
     stages = _checked_stages(options)
     data, _ = _load_splits(options, stages)
     model = _empty_model(options, stages)
@@ -87,7 +87,7 @@ def _empty_model(options: Options, stages: Mapping[str, Any]) -> Any:
 
 
 def _checked_stages(options: Options) -> dict[str, Any]:
-    """The training arguments of each stage, see `training_stages`, which a trainer will not stumble over later."""
+    """Return the training arguments of each stage, checked; see `training_stages`."""
     stages = training_stages(options)
     for path, args in stages.items():
         check_arguments(args, path, on_this_machine=not options.run.dry_run)
@@ -99,7 +99,7 @@ def _checked_stages(options: Options) -> dict[str, Any]:
 
 
 def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, Dataset | None]:
-    """The training split, and the test split if one of the stages evaluates, with their rows checked."""
+    """Load the training split, and the test split if a stage evaluates. Check their rows."""
     data, tokenizer = options.data, options.tokenizer
     if data.dataset_streaming:
         raise InputError("dataset_streaming=True: rows are counted and checked before training; leave it out")
@@ -115,7 +115,7 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
     if text_field != "text":
         for args in stages.values():
             args.dataset_text_field = "text"
-    # Each label column and each chat template once, though stages may share them.
+    # Check each label column and chat template once, even if stages share it.
     read = {
         (getattr(args, "label_column", None), getattr(args, "chat_template_path", None)): f"{path}." if path else ""
         for path, args in reversed([*stages.items()])
@@ -132,8 +132,8 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
 
 
 def _load_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
-    """The model to train, and the config of the new adapter that the trainer gives it."""
-    # What is wrong with the adapter is said before weights are loaded.
+    """Load the model to train. Return it with the config of the new adapter that the trainer adds, or None."""
+    # Check the adapter before weights are loaded.
     config, folder = options.adapter_config() if options.trains_adapter else None, options.run.adapter
     if folder is not None:
         adapter_weights(folder, f"adapter={folder!r}")
@@ -156,7 +156,7 @@ def _train(
     earlier = {} if options.run.adapter is None else card_facts(options.run.adapter)
     for path, args in stages.items():
         PartialState().print(f"{f'{path}: ' if path else ''}learning_rate={args.learning_rate:g}", flush=True)
-        set_seed(args.seed)  # of the adapter's initial values
+        set_seed(args.seed)  # for the adapter's initial values
         with _trainer_errors(args):
             with refused_settings():
                 trainer = trainer_class(
@@ -170,7 +170,7 @@ def _train(
             start = {"stage before": train(trainer, keep=None, **start).result}
         earlier = {**earlier, "training": trainer.training_facts()}
         model, config = trainer.model, None
-        # DPO's copy of the adapter; the next stage has its own, of what it starts from.
+        # Remove DPO's reference copy of the adapter. The next stage makes a new copy at its start.
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if isinstance(model, PeftModel) and "ref" in model.peft_config and not sharded:
             model.delete_adapter("ref")
@@ -185,7 +185,7 @@ def _train(
 
 
 def _say_what_is_left_out(rows: int, trainer: Any) -> None:
-    """TRL leaves out rows without a token to learn, and says nothing."""
+    """Print the number of rows without a token to learn. TRL leaves such rows out silently."""
     args, prepared = trainer.args, trainer.train_dataset
     if isinstance(prepared, Dataset) and not getattr(args, "packing", False) and len(prepared) < rows:
         left_out = f"{rows - len(prepared):,} of {rows:,} rows are left out"
@@ -194,6 +194,8 @@ def _say_what_is_left_out(rows: int, trainer: Any) -> None:
 
 def _check_engines(options: Options, stages: Mapping[str, Any]) -> None:
     """
+    Check the training engine and the hub.
+
     Raises:
         ValueError: an engine cannot train several stages one by one, or the hub cannot be pushed to.
     """
@@ -216,8 +218,10 @@ def _check_engines(options: Options, stages: Mapping[str, Any]) -> None:
 
 def _check_best(patience: int | None, args: Any, section: str) -> None:
     """
+    Check the settings for the best step and early stopping.
+
     Raises:
-        ValueError: the best step might have no checkpoint, or would not be the result of a training that it stops.
+        ValueError: the best step may have no checkpoint, or would not be the result of early stopping.
     """
     by_steps = args.load_best_model_at_end and args.eval_strategy == "steps"
     if by_steps and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
@@ -239,12 +243,12 @@ def _check_best(patience: int | None, args: Any, section: str) -> None:
 
 @contextmanager
 def _trainer_errors(args: Any) -> Iterator[None]:
-    """What a trainer refuses with errors other than `ValueError`."""
+    """Turn a trainer's errors other than `ValueError` into an `InputError`."""
     try:
         yield
-    except (ImportError, NotImplementedError) as error:  # a package, or what TRL does not do with an adapter
+    except (ImportError, NotImplementedError) as error:  # a missing package, or a feature TRL lacks for adapters
         raise InputError(one_line(error)) from error
-    except KeyError as error:  # of the first evaluation
+    except KeyError as error:  # from the first evaluation
         if "metric_for_best_model" not in str(error):
             raise
         raise InputError(f"metric_for_best_model={args.metric_for_best_model!r}: {one_line(error)}") from error
@@ -254,18 +258,20 @@ def _trainer_errors(args: Any) -> Iterator[None]:
 
 
 def _result_folder(options: Options, stages: Mapping[str, Any]) -> Any:
-    """The folder of the result, held: a new one, or that of a training that this one resumes."""
+    """Return a context manager for the folder of the result: a new folder, or the folder of the training to resume."""
     asked = any(map(resumes, stages.values()))
 
     def is_ours(folder: Path) -> bool:
-        """Stages have checkpoints in folders of their own; others belong to a training in a single stage."""
+        """
+        Return whether these stages wrote the folder. Stages save checkpoints in subfolders, a single training does not.
+        """
         if not asked or ("" not in stages and numbered_checkpoints(folder)):
             return False
         folders = [Path(args.output_dir) for args in stages.values()]
         checkpoints = [path for each in folders for path in numbered_checkpoints(each).values()]
         if any((checkpoint / MARKER).is_file() for checkpoint in checkpoints):
             return True
-        # A training killed in its first save has left an unfinished checkpoint at most, and no other file.
+        # A training killed in its first save leaves at most an unfinished checkpoint, and no other file.
         finished = any((checkpoint / TRAINER_STATE_NAME).is_file() for checkpoint in checkpoints)
         return not finished and not any(path.is_file() and not path.name.startswith(".") for path in folder.iterdir())
 
@@ -274,7 +280,7 @@ def _result_folder(options: Options, stages: Mapping[str, Any]) -> Any:
 
 
 def _say_what_follows(trainer: Any, folder: Path) -> None:
-    """Where the result is, which step it is of if not the last, and the commands that show it."""
+    """Print the folder of the result, its step if it is not the last, and commands to look at it."""
     state, which = trainer.state, ""
     if state.best_model_checkpoint is not None and trainer.args.load_best_model_at_end:
         best = f"the best {trainer.args.metric_for_best_model}, {state.best_metric:.4g}"

@@ -12,7 +12,7 @@ from ..utils.messages import InputError
 from ..utils.validation import Count, Settings, Text, Texts
 from .settings import SettingsParser, check_files, check_models
 
-# What the short help lists.
+# Options in the short help.
 USUAL = (
     "num_experts", "top_k", "init", "drop_rate", "granularity", "num_shared_experts", "router_init", "calibration",
     "model", "output", "family", "dtype", "seed", "config",

@@ -24,7 +24,7 @@ example:
 
 
 class UpitSettings(Settings):
-    """The settings of `moe-peft upit`; what it does is in the recipe."""
+    """Settings of `moe-peft upit`. All settings of the run are in the recipe."""
 
     config: Text | None = Field(None, title="FILE", description="the recipe, a YAML file")
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
@@ -87,7 +87,7 @@ def run(settings: UpitSettings) -> None:
 
 
 def _print_result(pipeline: UpIT) -> None:
-    """The held-out losses, what is wrong with the load of the experts, and where the result is."""
+    """Print the held-out losses, a warning about the experts' load, and the result's folder."""
     from rich.console import Console
     from rich.table import Table
 
@@ -98,7 +98,7 @@ def _print_result(pipeline: UpIT) -> None:
         for model, losses in evaluated["loss"].items():
             table.add_row(model, *(f"{loss:.3f}" for loss in losses.values()))
         console.print(table)
-    # Of held-out data or, without these, of what training logged last.
+    # Warnings from held-out data or, without held-out data, from the training's log.
     logs = [evaluated] if evaluated else metrics.get("post_train", {}).get("history", [])
     for warning in filter(None, (log.get("load_warning") for log in logs)):
         console.print(f"load of the experts: {warning}", highlight=False, soft_wrap=True)

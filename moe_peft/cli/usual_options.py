@@ -1,6 +1,6 @@
 """
-The usual options of the commands that train, for their short help. All options are fields of classes of TRL and PEFT,
-whose imports take seconds: `arguments` makes the complete parser.
+Usual options of the commands that train, for their short help. The options are fields of TRL's and PEFT's classes, and
+their imports take seconds. `arguments` makes the complete parser.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .settings import check_files, check_models
 if TYPE_CHECKING:
     from .arguments import TrainingParser
 
-# Group → option → what the help calls its value, what it says, and the default.
+# Group → option → placeholder of its value, help text, and default.
 _MODEL = {
     "model_name_or_path": ("NAME", "The model: a folder, or a name on the hub.", None),
     "dataset_name": ("NAME", "The data: a file, a folder, or a dataset's name.", None),
@@ -69,12 +69,12 @@ DPO: _Options = {**SFT, "Router losses": _LOSSES, "Training": {**_TRAINING, **_B
 
 class UsualOptions(GroupedParser):
     """
-    The short help of a command that trains; arguments are given to the complete parser.
+    Short help of a command that trains. Arguments are passed on to the complete parser.
 
     Args:
         config: the trainer's config, a class in `training.trainers`.
         options: the groups of the short help.
-        rates: the default learning rate, as the help has it.
+        rates: the default learning rate, as text for the help.
     """
 
     def __init__(self, config: str, options: _Options, rates: str, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class UsualOptions(GroupedParser):
             self.add_argument(f"--{name}", metavar=metavar, help=text, default=default, nargs=nargs)
 
     def complete(self) -> TrainingParser:
-        """The parser with all options."""
+        """Create the parser with all options."""
         from ..training import trainers  # only now: these imports take seconds
         from .arguments import TrainingParser
 
@@ -100,7 +100,7 @@ class UsualOptions(GroupedParser):
         given = self.parse_known_args([each for each in arguments if each != "--help-all"])[0]
         if not everything:
             file = {} if given.config is None else read_settings(given.config)
-            if not unknown_keys(file, file, foreign=FOREIGN):  # else the complete parser says so
+            if not unknown_keys(file, file, foreign=FOREIGN):  # otherwise the complete parser raises
                 self._check_paths({**file, **_given(given)})
         parser = self.complete()
         parser.error = self.error  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ class UsualOptions(GroupedParser):
         return parser.parse_args(arguments)
 
     def _check_paths(self, settings: dict[str, Any]) -> None:
-        """Whether model and data are there; anything but two texts is refused by the complete parser."""
+        """Raise if the model or the data do not exist. The complete parser raises for values that are not texts."""
         model = settings.get("adapter") or settings.get("model_name_or_path")
         data = settings.get("dataset_name")
         if isinstance(model, str) and isinstance(data, str):

@@ -1,1 +1,1 @@
-"""The folder that `moe-peft exec` puts first on `PYTHONPATH`."""
+"""Folder that `moe-peft exec` puts first on `PYTHONPATH`."""

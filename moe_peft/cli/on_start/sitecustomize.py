@@ -1,7 +1,7 @@
 """
-Imported by every Python that `moe-peft exec` starts, before anything else: `moe_peft`, so that PEFT knows its adapters
-as soon as it is imported. That takes milliseconds; PEFT and torch are not imported. Another `sitecustomize`, which this
-one hides, is run as well.
+Imported first by every Python process of `moe-peft exec`. It imports `moe_peft`, so that PEFT knows its adapters as
+soon as PEFT is imported. It takes milliseconds: PEFT and torch are not imported. It also runs the `sitecustomize`
+hidden by this one.
 """
 
 import os

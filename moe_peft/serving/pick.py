@@ -1,6 +1,6 @@
 """
-`moe-peft pick`: a proxy in front of a server that speaks OpenAI's API and has LoRAs by name. A request for our model's
-name goes on to the adapter that a `RequestGate` picks for it, or to the base; everything else goes on as it came.
+`moe-peft pick`: a proxy in front of a server with OpenAI's API and LoRAs by name. A request for our model is forwarded
+to the adapter picked by a `RequestGate`, or to the base. All other requests are forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..combine.request_gate import BASE, RequestGate, request_text
 from ..utils.messages import InputError, choice_error, one_line
 
 HEADER = "x-moe-peft-adapter"
-_PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")  # others are percent-encoded in the header
-# Route → the field of its body that asks.
+_PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")  # other characters are percent-encoded in the header
+# Route → field of the body with the question.
 ASKED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
-_OF_CONNECTIONS = {  # headers that each connection has of its own
+_OF_CONNECTIONS = {  # headers of a single connection, never forwarded
     "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te",
     "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
@@ -37,14 +37,14 @@ _OF_CONNECTIONS = {  # headers that each connection has of its own
 
 @dataclass
 class Picker:
-    """A gate that is asked by many at once: those that wait are read together, in one batch, in another thread."""
+    """Runs a gate for concurrent requests. Waiting requests are read in one batch, in a worker thread."""
 
     gate: RequestGate
     waiting: list[tuple[str, asyncio.Future[str | None]]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
     async def pick(self, texts: Sequence[str]) -> list[str | None]:
-        """The adapter that each text is for; None: the base."""
+        """Return the adapter for each text; None for the base."""
         asked = [(text, asyncio.get_running_loop().create_future()) for text in texts]
         self.waiting += asked
         if self.task is None or self.task.done():
@@ -68,13 +68,13 @@ class Picker:
 @dataclass(frozen=True)
 class Engine:
     """
-    The server behind the proxy.
+    Upstream server of the proxy.
 
     Args:
-        url: without `/v1`.
-        base: its name of the base.
-        names: the gate's names of adapters → the server's.
-        key: for questions of the proxy's own; clients bring theirs.
+        url: the server's URL, without `/v1`.
+        base: the server's name of the base.
+        names: the gate's names of adapters → the server's names.
+        key: API key for the proxy's own requests; clients send theirs.
     """
 
     url: str
@@ -87,16 +87,16 @@ def find_engine(
     url: str, adapters: Sequence[str], names: Mapping[str, str], base: str | None, served: str, key: str | None = None
 ) -> Engine:
     """
-    Ask a server for its models.
+    Ask the upstream server for its models, and find the gate's adapters and the base among them.
 
     Args:
-        adapters: the gate's names of them.
-        names: the server's for some of these, where they differ.
+        adapters: the gate's names of the adapters.
+        names: the server's names of adapters, where they differ from the gate's.
         base: the server's name of the base; None: its first model that is no adapter.
-        served: the name of our own.
+        served: the name of our model.
 
     Raises:
-        ValueError: it does not answer, lacks some, or has a model of our name.
+        ValueError: the server does not answer, lacks a model, or has a model with our name.
     """
     url = url.rstrip("/").removesuffix("/v1")
     source = f"server={url!r}"
@@ -118,7 +118,7 @@ def find_engine(
         )
     if base is None:
         others = [name for name, parent in models.items() if not parent and name not in names.values()]
-        if len({listed[name].get("root", name) for name in others}) > 1:  # a server may call one model several names
+        if len({listed[name].get("root", name) for name in others}) > 1:  # one model may have several names
             raise InputError(f"{source}: has {', '.join(others)}; say which is the base (--base-name)")
         base = next(iter(others), None)
     if base is None or base not in models:
@@ -134,18 +134,18 @@ def _authorization(key: str | None) -> dict[str, str]:
 
 class Proxy:
     """
-    The routes.
+    Proxy in front of an upstream server: routes and their handlers.
 
     Args:
-        served: the name of the model that stands for the choice.
-        timeout: seconds without a byte of the engine.
-        max_body: bytes of a request.
+        served: the name of our model. Requests for it get the picked adapter.
+        timeout: maximum seconds between two bytes of the upstream server.
+        max_body: maximum bytes of a request.
     """
 
     def __init__(self, gate: RequestGate, engine: Engine, served: str, timeout: float, max_body: int) -> None:
         self.picker, self.engine, self.served, self.max_body = Picker(gate), engine, served, max_body
         self.picked = Counter(dict.fromkeys((*engine.names, BASE), 0))
-        # Kept connections end before the engine would end them, and nothing goes by way of a proxy in the environment.
+        # Close idle connections before the server would. Ignore proxies in the environment.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
         self.client = httpx2.AsyncClient(limits=limits, timeout=httpx2.Timeout(timeout, connect=10), trust_env=False)
         self.client.headers.clear()
@@ -173,12 +173,12 @@ class Proxy:
     # --- routes ------------------------------------------------------------------------------------------------------
 
     async def ask(self, request: Request) -> Response:
-        """An answer of the adapter that the request is for, if it names our model."""
+        """Answer a request for our model by the picked adapter. Forward any other request."""
         content = await self.body(request)
         try:
             body = json.loads(content)
             ours = body["model"] == self.served
-        except (ValueError, KeyError, TypeError, RecursionError):  # the engine says what is wrong
+        except (ValueError, KeyError, TypeError, RecursionError):  # the server reports the error
             ours = False
         if not ours:
             return await self.forward(request, content)
@@ -192,7 +192,7 @@ class Proxy:
         return await self.forward(request, json.dumps(body).encode(), {HEADER: quote(name, safe=_PRINTABLE)})
 
     async def models(self, request: Request) -> Response:
-        """The engine's models, after ours."""
+        """List our model and the server's models."""
         answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_passed(request.headers.items()))
         if answer.status_code != 200:
             return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
@@ -201,7 +201,7 @@ class Proxy:
         return JSONResponse({**listed, "data": [ours, *listed["data"]]})
 
     async def health(self, request: Request) -> Response:
-        """Whether proxy and engine answer, and how many requests each adapter got."""
+        """Report whether the server answers, and the number of requests for each adapter."""
         try:
             answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_authorization(self.engine.key))
             state = "ok" if answer.status_code == 200 else f"status {answer.status_code}"
@@ -216,7 +216,7 @@ class Proxy:
     async def pass_on(self, request: Request) -> Response:
         return await self.forward(request, await self.body(request))
 
-    # --- the way there and back --------------------------------------------------------------------------------------
+    # --- forwarding --------------------------------------------------------------------------------------------------
 
     async def body(self, request: Request) -> bytes:
         content = bytearray()
@@ -227,7 +227,7 @@ class Proxy:
         return bytes(content)
 
     async def forward(self, request: Request, content: bytes, more: Mapping[str, str] | None = None) -> Response:
-        """The engine's answer, piece by piece as it comes. When the client goes, the engine's connection is closed."""
+        """Forward a request, and stream the answer. If the client disconnects, close the connection to the server."""
         url = httpx2.URL(self.engine.url)
         path = request.scope["raw_path"] + (b"?" + request.scope["query_string"]).rstrip(b"?")
         url = url.copy_with(raw_path=url.raw_path.rstrip(b"/") + path)
@@ -257,7 +257,7 @@ async def _gone_from(request: Request) -> None:
 
 
 async def _pieces(answer: httpx2.Response) -> AsyncIterator[bytes]:
-    """An answer's bytes; where a stream of events breaks off, its last event is an error."""
+    """Yield an answer's bytes. If a stream of events breaks off, its last event is an error."""
     try:
         async for piece in answer.aiter_raw():
             yield piece
@@ -270,21 +270,21 @@ async def _pieces(answer: httpx2.Response) -> AsyncIterator[bytes]:
 
 
 def _passed(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those that are not a connection's own; some, such as cookies, may be there twice."""
+    """Return the headers to forward. A header, such as a cookie, may occur twice."""
     return [(name, value) for name, value in headers if name.lower() not in _OF_CONNECTIONS]
 
 
 def asked_texts(value: Any, path: str) -> list[str]:
-    """What a body asks: a chat's last user message, a text, or the texts of a list of prompts."""
+    """Return the texts to pick by: a chat's last user message, a text, or the texts of a list of prompts."""
     name = ASKED[path]
     requests = value if name == "prompt" and isinstance(value, list) else [value]
     if name == "prompt" and not all(isinstance(request, str) for request in requests):
         raise _Refused("prompt: the choice reads text; give a string or a list of strings, or name an adapter")
     try:
         if name == "input" and not isinstance(value, str) and not any(item.get("role") == "user" for item in value):
-            # What it answers is kept by the engine (`previous_response_id`).
+            # The user's message is stored on the server (`previous_response_id`).
             raise _Refused("input: has no message of the user, who decides; name an adapter")
-        # Half a pair of surrogates, which JSON can write, is no text for a tokenizer.
+        # JSON can hold half a pair of surrogates. A tokenizer cannot read it.
         return [request_text(request).encode(errors="replace").decode() for request in requests]
     except (TypeError, AttributeError) as error:
         raise _Refused(f"{name}: is not a list of messages") from error
@@ -292,10 +292,10 @@ def asked_texts(value: Any, path: str) -> list[str]:
 
 def serve(proxy: Proxy, host: str, port: int) -> None:
     """
-    Serve until it is interrupted.
+    Serve until interrupted.
 
     Raises:
-        ValueError: the port is taken, or the host is none of this machine's.
+        ValueError: the port is taken, or the host is not an address of this machine.
     """
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -315,11 +315,11 @@ def serve(proxy: Proxy, host: str, port: int) -> None:
 
 
 class Gone(Exception):
-    """The client closed its connection."""
+    """Raised when the client has closed its connection."""
 
 
 class _Refused(Exception):
-    """What is wrong with a request, and the status."""
+    """An error in a request, with the status of the answer."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -348,8 +348,8 @@ async def _refuse(request: Request, error: _Refused) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return _error(f"moe-peft pick failed: {type(error).__name__}: {_line(error)}", 500)  # its log has the traceback
+    return _error(f"moe-peft pick failed: {type(error).__name__}: {_line(error)}", 500)  # the log has the traceback
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads
+    return Response(status_code=499)  # nobody reads it

@@ -1,9 +1,9 @@
 """
-vLLM's plugin: it serves a MoE-LoRA adapter on its base, `vllm serve ./my-adapter`, without an export.
+vLLM plugin: serves a MoE-LoRA adapter on its base model, `vllm serve ./my-adapter`, without an export.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). For the engine, the adapter is a
-base model with overrides of its config: the architecture, one of `vllm_models`, the adapter's folder, and a digest of
-the adapter, which makes it a part of vLLM's key for compiled models.
+base model with overrides of its config: an architecture of `vllm_models`, the adapter's folder, and a digest of the
+adapter. The digest makes the adapter part of vLLM's key for compiled models.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..utils.messages import InputError
 if TYPE_CHECKING:
     from ..native.folders import MoELoraFolder
 
-ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
-DIGEST_FIELD = "moe_lora_digest"  # and `digest` of it
-PREFIX = "MoELora"  # of our architectures' names
-# Architectures of bases that are served; `vllm_models` makes their classes.
+ADAPTER_FIELD = "moe_lora_adapter"  # field of the model's config: the adapter's folder
+DIGEST_FIELD = "moe_lora_digest"  # field of the model's config: `digest` of the adapter
+PREFIX = "MoELora"  # prefix of our architectures' names
+# Architectures of supported base models. `vllm_models` makes their classes.
 ARCHITECTURES = (
     "CohereForCausalLM", "Cohere2ForCausalLM", "Exaone4ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM",
     "Gemma3ForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
     "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
-# Modules of these that experts may be on: an FFN, or any linear of an FFN or an attention.
+# Modules that may have experts: an FFN, or any linear of an FFN or an attention.
 _SERVED = re.compile(r"model\.layers\.\d+\.(mlp|(mlp|self_attn)\.\w+)")
 
 
 def register() -> None:
-    """Register our architectures, and let engines take the folder of a MoE-LoRA adapter as a model."""
+    """Register our architectures, and let vLLM load the folder of a MoE-LoRA adapter as a model."""
     from vllm import ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
 
@@ -44,7 +44,7 @@ def register() -> None:
         ModelRegistry.register_model(name, f"moe_peft.serving.vllm_models:{name}")
 
     create = getattr(EngineArgs, "create_engine_config", None)
-    if create is None:  # another vLLM; docs/serving.md has the long way to say the same
+    if create is None:  # another version of vLLM; docs/serving.md has the equivalent arguments
         return
 
     @functools.wraps(create)
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def find_moe_lora(model: str) -> MoELoraFolder | None:
-    """The MoE-LoRA adapter that a folder holds; None if it holds something else, or is a name on the hub."""
+    """Return the MoE-LoRA adapter in a folder; None for any other folder or a name on the hub."""
     if not Path(model).is_dir():
         return None
     from ..native.folders import MoELoraFolder, find_adapter
@@ -87,11 +87,11 @@ def use_base(engine: Any, adapter: MoELoraFolder) -> None:
     engine.model, engine.revision = adapter.base.path, adapter.base.revision
 
 
-_folders: list[tempfile.TemporaryDirectory] = []  # as long as the process
+_folders: list[tempfile.TemporaryDirectory] = []  # kept until the process ends
 
 
 def _tokenizer_folder(adapter: MoELoraFolder) -> str:
-    """A folder with the adapter's tokenizer and the base's config, without which vLLM reports errors and goes on."""
+    """Return a folder with the adapter's tokenizer and the base's config. Without the config, vLLM reports errors."""
     _folders.append(tempfile.TemporaryDirectory())
     folder = Path(_folders[-1].name)
     for file in adapter.folder.iterdir():
@@ -102,7 +102,9 @@ def _tokenizer_folder(adapter: MoELoraFolder) -> str:
 
 
 def digest(adapter: MoELoraFolder) -> str:
-    """A hash of the adapter's config and tensor names, on which the graph that vLLM compiles and caches depends."""
+    """
+    Return a hash of the adapter's config and tensor names. The graph that vLLM compiles and caches depends on them.
+    """
     from ..utils.loading import ADAPTER_CONFIG
 
     parts = [(adapter.folder / ADAPTER_CONFIG).read_text("utf-8"), *sorted(adapter.tensors)]
@@ -113,8 +115,10 @@ def check_served(
     adapter: MoELoraFolder, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, enable_lora: bool = False
 ) -> None:
     """
+    Check that vLLM can serve an adapter.
+
     Raises:
-        ValueError: vLLM cannot compute what the adapter does.
+        ValueError: vLLM cannot compute the adapter's model with these settings.
     """
     from ..adapter.config import ALL_ROWS
     from ..adapter.layers import MoELoraFFN, MoELoraLayer

@@ -1,8 +1,9 @@
 """
-Our experts around vLLM's FFNs and linears.
+Our experts on vLLM's FFNs and linears.
 
-vLLM computes q, k and v in one linear, and gate and up. Each of them has experts and a router of its own here, as in
-the adapter. Under tensor parallelism a process has a part of the FFN's intermediate features and of the heads.
+vLLM computes q, k and v in one linear, and gate and up in one linear. Here, as in the adapter, each projection has
+separate experts, and each single linear has a separate router. Under tensor parallelism, a process has a part of the
+FFN's intermediate features and of the heads.
 
 Legend: T tokens, n experts, r rank, d hidden size, f the FFN's intermediate size, m a width (in or out features).
 """
@@ -31,14 +32,14 @@ _ADAPTER = "default"
 
 
 class Segment(NamedTuple):
-    """Consecutive features, and those of them that this process computes."""
+    """Consecutive features, and the part of them on this process."""
 
     full: int
     start: int
     size: int
 
 
-Axis = Sequence[Segment]  # the features of a projection's input or output
+Axis = Sequence[Segment]  # features of a projection's input or output
 
 
 class ExpertTensor(NamedTuple):
@@ -46,9 +47,9 @@ class ExpertTensor(NamedTuple):
     A tensor of experts or of a router.
 
     Args:
-        own: this process's part of it.
-        shape: of the whole, as an adapter's file has it.
-        axis: of its dimension that processes share.
+        own: this process's part of the tensor.
+        shape: shape of the whole tensor, as in the adapter's file.
+        axis: features of the dimension that is split among processes.
     """
 
     own: torch.Tensor
@@ -57,7 +58,7 @@ class ExpertTensor(NamedTuple):
 
     @torch.no_grad()
     def load(self, tensor: torch.Tensor) -> None:
-        """Copy this process's part of a tensor of the whole's shape."""
+        """Copy this process's part of a whole tensor."""
         for dim, size in enumerate(self.own.shape):
             if size != self.shape[dim]:
                 pieces = tensor.split([segment.full for segment in self.axis], dim)
@@ -76,10 +77,10 @@ def own_size(axis: Axis) -> int:
 
 def axes_of(linear: Any, names: Sequence[str]) -> dict[str, tuple[Axis, Axis]]:
     """
-    The in and out features of the projections that one of vLLM's linears computes.
+    Return the in and out features of each projection of one of vLLM's linears.
 
     Args:
-        names: of the projections in the adapter: one for each of the linear's outputs, or one for all.
+        names: names of the projections in the adapter: one for each of the linear's outputs, or one for all.
     """
     if isinstance(linear, RowParallelLinear):
         size = linear.input_size_per_partition
@@ -104,13 +105,13 @@ def _heads(total: int, own: int, width: int, rank: int) -> Segment:
 
 class Host(nn.Module):
     """
-    The experts and the router of one module: what a `LinearHost` or an `FFNHost` has for its only adapter.
+    Experts and router of one module, as a `LinearHost` or an `FFNHost` with a single adapter.
 
     Args:
         name: the module's name in the adapter.
-        spec: the settings of its experts.
-        axes: in and out features by projection ("weight" of a single linear).
-        router_input: d, what the router reads.
+        spec: the settings of the experts.
+        axes: in and out features by projection ("weight" for a single linear).
+        router_input: d, the width of the router's input.
     """
 
     def __init__(self, name: str, spec: Experts, axes: dict[str, tuple[Axis, Axis]], router_input: int) -> None:
@@ -127,17 +128,17 @@ class Host(nn.Module):
         self.requires_grad_(False)
 
     def tensors(self) -> Iterator[tuple[str, ExpertTensor]]:
-        """All tensors by their names in this module."""
+        """Yield all tensors by their names in this module."""
         for key, own in self.state_dict(keep_vars=True).items():
             matrix, _, projection = key.removeprefix("moe_lora_").partition(".")
             if matrix == "router":
                 yield key, ExpertTensor(own, own.shape)
             elif matrix in ("A", "B", "shared_A", "shared_B"):
                 is_B, is_shared = matrix.endswith("B"), matrix.startswith("shared_")
-                axes = self.axes.get(projection, ((), ()))  # bottlenecks have none that processes share
+                axes = self.axes.get(projection, ((), ()))  # bottlenecks are not split
                 yield key, ExpertTensor(own, self._shapes[is_shared][projection][is_B], axes[is_B])
 
-    # --- what experts read ---
+    # --- interface for experts ---
 
     def expert_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
         return self.moe_lora_A, self.moe_lora_B
@@ -168,7 +169,7 @@ class Host(nn.Module):
 
 
 class _DenseFFN:
-    """vLLM's FFN as experts read it: without the bias that its linears return, and with an unfused activation."""
+    """vLLM's FFN as experts call it. Its linears return no bias, and its activation is not fused."""
 
     def __init__(self, ffn: MoELoraFFN, activation: str) -> None:
         self._parts = ffn.gate_up_proj, ffn.act_fn, ffn.down_proj
@@ -181,11 +182,11 @@ class _DenseFFN:
 
 class MoELoraFFN(Host):
     """
-    vLLM's FFN with experts: it replaces vLLM's own and keeps the names of its parts.
+    vLLM's FFN with experts. It replaces vLLM's module and keeps the names of its parts.
 
     Args:
         mlp: vLLM's FFN.
-        inputs: the adapter's names of its input projections: gate and up, or one name for both.
+        inputs: names of the input projections in the adapter: gate and up, or one name for both.
         activation: transformers' name of the activation.
     """
 
@@ -201,18 +202,18 @@ class MoELoraFFN(Host):
         gate, up = (None, inputs[0]) if self.fused else inputs
         self.layout = FFNLayout(gate=gate, up=up, down="down_proj", act="act_fn", fused=self.fused)
         self.base_layer = _DenseFFN(self, activation)
-        # Under tensor parallelism, the processes' partial outputs are added up once, at the end (Cohere's layers do it,
-        # with the attention's); only bottlenecks read the FFN's complete output.
+        # Under tensor parallelism, the processes' partial outputs are added up once, at the end. Cohere's layers do it
+        # themselves, together with the attention's. Only bottlenecks read the FFN's complete output.
         tp_size, layer_reduces = self.down_proj.tp_size, not self.down_proj.reduce_results
         self.reduces = tp_size > 1 and not spec.needs_ffn and not layer_reduces
-        self.copies = tp_size if spec.needs_ffn and layer_reduces else 1  # of a complete output that the layer adds up
+        self.copies = tp_size if spec.needs_ffn and layer_reduces else 1  # complete outputs that the layer adds up
         self.down_proj.reduce_results = spec.needs_ffn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.vllm.moe_lora_ffn(x, self.name)
 
     def output(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The FFN's output [T, d]."""
+        """Return the FFN's output [T, d]."""
         y_TD = type(self.spec).ffn_output(self, [_ADAPTER], x_TD)
         if self.copies > 1:
             return y_TD / self.copies
@@ -233,7 +234,7 @@ class MoELoraFFN(Host):
 
 
 class _LinearHost(Host):
-    """One projection of a linear."""
+    """Host of one projection of a linear."""
 
     def __init__(self, name: str, spec: Experts, axes: tuple[Axis, Axis], gathers: bool) -> None:
         super().__init__(name, spec.for_linear(), {"weight": axes}, full_size(axes[0]))
@@ -245,13 +246,14 @@ class _LinearHost(Host):
 
 class MoELoraLinears(nn.Module):
     """
-    The experts of one of vLLM's linears, added to its output by a hook, so that its weights keep their names.
+    Experts of one of vLLM's linears. A hook adds their updates to the linear's output, so the linear's weights keep
+    their names.
 
     Args:
-        linear: vLLM's linear; this becomes its part `moe_lora`.
-        name: of the linear in vLLM's model.
-        specs: the settings of the experts by the adapter's name of a module; modules without experts are left out.
-        projections: the adapter's names of all that the linear computes, in order.
+        linear: vLLM's linear; this module becomes its part `moe_lora`.
+        name: the linear's name in vLLM's model.
+        specs: the settings of the experts by the module's name in the adapter; modules without experts are left out.
+        projections: the adapter's names of the linear's projections, in order.
     """
 
     def __init__(self, linear: Any, name: str, specs: dict[str, Experts], projections: Sequence[str]) -> None:
@@ -265,7 +267,7 @@ class MoELoraLinears(nn.Module):
             if projection in specs:
                 self.hosts.append(_LinearHost(projection, specs[projection], axes[projection], in_parts))
                 self.columns.append(column)
-        # The processes' partial outputs are added up after the experts' have been added.
+        # The processes' partial outputs are added up after the experts' updates.
         self.reduces = in_parts and linear.reduce_results
         if self.reduces:
             linear.reduce_results = False
@@ -292,8 +294,8 @@ def _add_experts(linear: Any, args: tuple[torch.Tensor, ...], output: Any) -> An
 
 # --- operators ---
 #
-# One operator for each module: to a compiler it is opaque, so the way its experts are computed (`choose_method`) is
-# chosen for each number of tokens, when a CUDA graph is captured or the step runs. vLLM calls its own MoE likewise.
+# One operator for each module. It is opaque to a compiler, so the dispatch of its experts (`choose_method`) is chosen
+# for each number of tokens, when a CUDA graph is captured or the step runs. vLLM calls its own MoE in the same way.
 
 
 def _moe_lora_ffn(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """
-vLLM's own models with our experts around their FFNs and linears, under the names that `vllm.register` gives them.
+vLLM's models with our experts on their FFNs and linears, under the names of `vllm.register`.
 
-A model takes tensors one by one and at any time: a checkpoint's and an adapter's when it is loaded, and those of an
-adapter in training, whose rollouts it computes.
+A model accepts tensors one by one and at any time: a checkpoint's and an adapter's when it is loaded, and later the
+tensors of an adapter in training, to compute its rollouts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..utils.messages import InputError
 from .vllm import ADAPTER_FIELD, DIGEST_FIELD, PREFIX, check_served, digest
 from .vllm_layers import Host, MoELoraFFN, MoELoraLinears
 
-_PREFIX = "base_model.model."  # of the names in an adapter's file
-_EXPERTS = ".moe_lora_"  # in the names of the tensors of a module's experts and router
+_PREFIX = "base_model.model."  # prefix of the names in an adapter's file
+_EXPERTS = ".moe_lora_"  # part of the names of a module's experts and router
 
 
 class _MoELora(nn.Module):
-    """Mixed into a model of vLLM: adds an adapter's experts and loads both."""
+    """Mixin for a model of vLLM: adds an adapter's experts, and loads base and adapter."""
 
     model: Any
     config: Any
@@ -56,7 +56,7 @@ class _MoELora(nn.Module):
             module: config.expert_spec(module, hf_config)
             for module in {key.removeprefix(_PREFIX).partition(_EXPERTS)[0] for key in keys if _EXPERTS in key}
         }
-        # What the base calls the parts of vLLM's linears; some bases have the whole, as vLLM does (Phi-3, GLM).
+        # Names of the parts of vLLM's linears in the base. Some bases have the whole linear, as vLLM does (Phi-3, GLM).
         parts = {
             whole: [whole] if any(whole in key.split(".") for key in keys) else of_whole
             for whole, of_whole in self.packed_modules_mapping.items()
@@ -74,7 +74,7 @@ class _MoELora(nn.Module):
                     activation = getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act
                     layer.mlp = MoELoraFFN(prefix, specs[prefix], layer.mlp, parts["gate_up_proj"], activation)
                     contexts[prefix] = layer.mlp
-        # By the adapter's name of a tensor: vLLM's, and the tensor.
+        # Name of a tensor in the adapter → its name in vLLM's model, and the tensor.
         hosts = {path: module for path, module in self.named_modules() if isinstance(module, Host)}
         self.expert_tensors = {
             f"{host.name}.{key}": (f"{path}.{key}", tensor)
@@ -86,8 +86,8 @@ class _MoELora(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """
-        Load the base's checkpoint, at the start or again, and with it the adapter of the folder; or tensors of an
-        adapter in training, by their names in its file.
+        Load the base's checkpoint, at the start or again, together with the adapter in the folder. Or load tensors of
+        an adapter in training, by their names in its file.
         """
         weights, first = iter(weights), []
         for name, tensor in weights:
@@ -102,7 +102,7 @@ class _MoELora(nn.Module):
     def _without_experts(
         self, weights: Iterable[tuple[str, torch.Tensor]], loaded: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Load the tensors of experts and routers, and yield the others."""
+        """Load the tensors of experts and routers, and yield all others."""
         for name, tensor in weights:
             if _EXPERTS not in name:
                 yield name, tensor
@@ -117,7 +117,9 @@ class _MoELora(nn.Module):
             loaded.add(of_vllm)
 
     def _overlaid(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The base's tensors and rows, those that the adapter has trained replaced, and then the adapter's experts."""
+        """
+        Yield the base's tensors, replaced where the adapter has trained them or their rows, then the adapter's experts.
+        """
         state = read_adapter_weights(self.adapter, self.source)
         state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
         if missing := self.expert_tensors.keys() - state.keys():
@@ -136,7 +138,7 @@ class _MoELora(nn.Module):
 
 
 def __getattr__(name: str) -> type:
-    """A class of vLLM with experts, by our name of it."""
+    """Return a model class of vLLM with experts, by our name."""
     if not name.startswith(PREFIX):
         raise AttributeError(name)
     architecture = name.removeprefix(PREFIX)

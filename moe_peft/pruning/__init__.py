@@ -1,4 +1,4 @@
-"""Fewer experts in an adapter or a native MoE."""
+"""Pruning of the experts in an adapter or a native MoE."""
 
 from .prune import PrunedLayer, Pruning, prune_experts
 

@@ -1,4 +1,4 @@
-"""What data say about a model: the loss, and which experts serve which tokens."""
+"""Measurements on data: a model's loss, and the experts of each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..training.scoring import example_losses, loss_name, mean_loss
 
 class Choices:
     """
-    The experts that served each token of a dataset, in one bit each.
+    Experts that served each token of a dataset, one bit each.
 
     Args:
         sizes: n of every layer.
@@ -28,28 +28,28 @@ class Choices:
         self._packed: list[list[np.ndarray]] = [[] for _ in sizes]
 
     def add(self, seen: RoutedPass) -> None:
-        """Note a forward pass; padding is left out."""
+        """Record a forward pass, without padding."""
         for packed, n, chosen_TN in zip(self._packed, self.sizes, seen.chosen, strict=True):
             length = chosen_TN.shape[0] // seen.mask.shape[0]
             real_T = seen.mask[:, -length:].flatten().bool().to(chosen_TN.device)
             packed.append(np.packbits(chosen_TN[real_T, :n].cpu().numpy(), axis=1))
 
     def layer(self, layer: int) -> np.ndarray:
-        """bool [T, n]"""
+        """Return the choices in a layer, bool [T, n]: True if the expert served the token."""
         packed = np.concatenate(self._packed[layer])
         return np.unpackbits(packed, axis=1, count=self.sizes[layer]).astype(bool)
 
     def loads(self) -> list[torch.Tensor]:
-        """Each expert's share of its layer's assignments, [n] for every layer."""
+        """Compute each expert's share of its layer's assignments, [n] for every layer."""
         counts = [torch.from_numpy(self.layer(i).sum(0)).double() for i in range(len(self.sizes))]
         return [count_N / count_N.sum().clamp(min=1) for count_N in counts]
 
     def share_with(self, experts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """
-        The share of tokens that at least one of some experts serves, by layer, and in any layer.
+        Compute the share of tokens served by at least one of the given experts, by layer and in any layer.
 
         Args:
-            experts: those of every layer.
+            experts: the given experts of every layer.
         """
         hit_LT = np.stack([self.layer(i)[:, list(of_layer)].any(1) for i, of_layer in enumerate(experts)])
         return {"layers": hit_LT.mean(1).tolist(), "any_layer": float(hit_LT.any(0).mean())}
@@ -57,12 +57,12 @@ class Choices:
 
 def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[str, float]:
     """
-    The mean loss per scored token of each domain and, as `"mean"`, of all tokens. A domain called
-    mean is `"mean (domain)"`.
+    Compute the mean loss per scored token of each domain and, as `"mean"`, of all tokens. A domain called `"mean"`
+    becomes `"mean (domain)"`.
 
     Args:
-        model: loaded, with routers.
-        choices: notes the experts of every token.
+        model: a loaded model, with routers.
+        choices: records the experts of every token.
     """
     with nullcontext() if choices is None else observed_routing(model, choices.add):
         losses_S, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)

@@ -1,4 +1,4 @@
-"""Pruning: a model without the experts that are nearly idle, or that are named."""
+"""Pruning: removes experts from a model that are nearly idle, or that the user names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MIN_LOAD = 0.01
 @dataclass(frozen=True)
 class PrunedLayer:
     """
-    What became of a layer's experts.
+    Result of pruning one layer.
 
     Args:
         name: the module with the router.
-        num_experts: n, before.
-        kept: the experts that are left, by their indices before.
-        dropped: those that are gone.
-        load: each expert's share of the layer's assignments before; None without data.
+        num_experts: n, before pruning.
+        kept: indices of the kept experts, as before pruning.
+        dropped: indices of the dropped experts.
+        load: each expert's share of the layer's assignments before pruning; None without data.
 
     Example:
 
@@ -61,14 +61,14 @@ class PrunedLayer:
 @dataclass(frozen=True)
 class Pruning:
     """
-    What pruning changed.
+    Result of pruning a model.
 
     Args:
-        layers: in the order of the routers in a forward pass.
-        size: before and after.
-        loss: before and after, by domain and as `"mean"` over all tokens; None without data. A domain of that name is
-            called `"mean (domain)"`.
-        lost: the share of tokens served by an expert that is gone, by layer and in any layer; None without data.
+        layers: the layers, in the order of the routers in a forward pass.
+        size: the model's size, before and after.
+        loss: loss before and after, by domain and as `"mean"` over all tokens; None without data. A domain called
+            `"mean"` becomes `"mean (domain)"`.
+        lost: share of tokens served by a dropped expert, by layer and in any layer; None without data.
 
     Example:
 
@@ -107,28 +107,30 @@ def prune_experts(
     max_examples: int | None = None,
 ) -> Pruning:
     """
-    Write a MoE-LoRA adapter or a native MoE with fewer experts: the weights and the router rows of those that stay.
+    Write a MoE-LoRA adapter or a native MoE with fewer experts. Kept experts keep their weights and router rows.
 
-    Dropping an expert is as if its router logit were minus infinity: with `normalize_top_k`, a layer's output stays the
-    same for tokens that did not choose it; otherwise the gates of the others, which are probabilities, grow by the
-    factor 1/(1-p), where p is the one that it had. `loss` says what this costs.
+    Dropping an expert has the effect of a router logit of minus infinity. With `normalize_top_k`, a layer's output
+    stays the same for tokens not routed to the expert. Without it, the gates are probabilities: the gates of the other
+    experts grow by the factor 1/(1-p), where p is the dropped expert's probability. `loss` in the result is the cost.
 
     Args:
-        model: the folder of an adapter with routers that can lose experts, or of a native MoE of a family that
-            `export` writes. All layers of a native MoE keep as many experts, those of an adapter what they need.
+        model: folder of an adapter with routers that can lose experts, or of a native MoE of a family supported by
+            `export`. All layers of a native MoE keep the same number of experts. Layers of an adapter may keep
+            different numbers.
         output_dir: a new or empty folder. A killed run leaves nothing in it.
-        base: an adapter's base, which the result then names; None takes the one that it names.
-        data: a file or a dataset's name, in a format that TRL accepts; for loads, and for the loss before and after.
-        label_column: the column that holds the domains, for losses by domain.
+        base: base model of an adapter, named in the result's config; None takes the adapter's.
+        data: a file or a dataset's name, in a format that TRL accepts; used for loads, and for the loss before and
+            after.
+        label_column: column with the domains, for losses by domain.
         split: the split of the data.
         min_load: with data, drop experts with a smaller share of their layer's assignments; None: 0.01.
-        experts_per_layer: how many experts stay in every layer; those used least are dropped until only these are left.
+        experts_per_layer: number of experts to keep in every layer. The least used experts are dropped.
         drop: experts to drop in every layer, by index or name, or layer (counted from 0, as in `moe-peft inspect`) →
             experts.
-        dtype, batch_size, max_length, max_examples: of the passes over the data, as `moe-peft inspect` has them.
+        dtype, batch_size, max_length, max_examples: settings of the passes over the data, as in `moe-peft inspect`.
 
     Returns:
-        what has changed; also in the folder's `pruning.json`.
+        the changes; they are also written to the folder's `pruning.json`.
 
     Raises:
         ValueError: model or data do not exist or do not fit, a router cannot lose experts, a layer would keep fewer
@@ -153,7 +155,7 @@ def prune_experts(
         folder = open_folder(model, "model", MoELoraFolder, NativeFolder, base=base)
         experts = prunable(folder)
         folder.check_tensors()
-        folder.companions()  # which will be copied
+        folder.companions()  # to raise early; they are copied later
         choices, loss, rows = Choices([layer.num_experts for layer in experts.layers]), {}, None
         if data is not None:
             rows = load_rows(
@@ -166,7 +168,7 @@ def prune_experts(
         kept = _choose(experts, loads, _named(experts, drop), lowest, experts_per_layer)
         experts.write(partial, kept)
         written = open_folder(partial, "output_dir", type(folder))
-        written.check_tensors()  # what would not load is not published
+        written.check_tensors()  # raises before an invalid result is published
         if rows is not None:
             loss["after"] = losses_of(written.load(dtype), rows)
         layers = [
@@ -191,8 +193,8 @@ def prune_experts(
 def _named(
     folder: Prunable, drop: Mapping[Any, Expert | Sequence[Expert]] | Expert | Sequence[Expert] | None
 ) -> list[list[int]]:
-    """The experts of every layer that are to go in any case."""
-    layers = [str(i) for i in range(len(folder.layers))]  # as JSON has them
+    """Return the experts of every layer to drop in any case, from `drop`."""
+    layers = [str(i) for i in range(len(folder.layers))]  # strings, as in JSON
     given = drop if isinstance(drop, Mapping) else dict.fromkeys(layers, [] if drop is None else drop)
     by_layer = {str(i): sorted({*indices_of(experts, folder.expert_names, "drop")}) for i, experts in given.items()}
     for name, gone in by_layer.items():
@@ -211,7 +213,7 @@ def _choose(
     min_load: float,
     experts_per_layer: int | None,
 ) -> list[list[int]]:
-    """The experts of every layer that stay."""
+    """Return the experts of every layer to keep."""
     parts = [*zip(folder.layers, loads, named, strict=True)]
     for layer, _, gone in parts:
         count, left = experts_per_layer, layer.num_experts - len(gone)
@@ -225,7 +227,7 @@ def _choose(
                 f"{layer.name}: drop={gone} leaves {left} of {layer.num_experts} experts; keep at least {wanted}"
             )
     kept = [kept_experts(*part, min_load, experts_per_layer) for part in parts]
-    if folder.same_size:  # those that could lose more lose as many as the others
+    if folder.same_size:  # a native MoE has the same number in every layer
         most = max(map(len, kept))
         kept = [kept_experts(*part, min_load, experts_per_layer, most) for part in parts]
         for layer, of_layer in zip(folder.layers, kept, strict=True):
@@ -250,11 +252,11 @@ def kept_experts(
     least: int = 0,
 ) -> list[int]:
     """
-    The experts of one layer that stay: those that are used least go first.
+    Return the experts of one layer to keep. The least used experts are dropped first.
 
     Args:
-        gone: those that go in any case.
-        least: how many must stay (fewer only where `gone` leaves fewer).
+        gone: experts to drop in any case.
+        least: minimum number of experts to keep (fewer only if `gone` leaves fewer).
     """
     stop = max(layer.smallest, least, experts_per_layer or 0)
     kept = [i for i in range(layer.num_experts) if i not in gone]

@@ -1,4 +1,4 @@
-"""What pruning does with a folder: the layers that can lose experts, and the folder with those that stay."""
+"""Folders in pruning: their layers that can lose experts, and the writing of a folder with the kept experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARD = 5 * 10**9  # bytes
 
 
 class RoutedPart(NamedTuple):
-    """A layer with a router: its name, n, k, and how many experts must stay."""
+    """A layer with a router: its name, n, k, and the minimum number of experts to keep."""
 
     name: str
     num_experts: int
@@ -44,20 +44,20 @@ class RoutedPart(NamedTuple):
 
 
 class Prunable(ABC):
-    """The experts of a folder."""
+    """Experts of a folder."""
 
     same_size = False  # whether all layers must keep the same number of experts
     layers: list[RoutedPart]  # in the order of the routers in a forward pass
-    base: str | None  # of an adapter, for the model card
+    base: str | None  # base of an adapter, for the model card
     expert_names: Sequence[str] = ()
 
     @abstractmethod
     def write(self, folder: Path, kept: Sequence[Sequence[int]]) -> None:
-        """Write what is left, of every layer these experts, to a folder."""
+        """Write the model with only the kept experts of every layer."""
 
 
 def prunable(folder: ModelFolder) -> Prunable:
-    """The experts of a folder, which must have routers that can lose some."""
+    """Return the experts of a folder. Raise if its routers cannot lose experts."""
     if isinstance(folder, MoELoraFolder):
         return PrunableAdapter(folder)
     return PrunableMoE(expect(folder, NativeFolder))
@@ -81,7 +81,7 @@ class PrunableAdapter(Prunable):
         self.averaged = [*averaged_linears(folder.empty, "default")]
         self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in routed.items()}
         self.routers: dict[str, Any] = {n: next(iter(layer.moe_lora_router.values())) for n, layer in routed.items()}
-        takes_all = self.config.router_class.all_experts  # and so has no k that must stay
+        takes_all = self.config.router_class.all_experts  # then k is no minimum
         self.layers = [
             RoutedPart(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
             for name, spec in self.specs.items()
@@ -101,9 +101,9 @@ class PrunableAdapter(Prunable):
         state = dict(self.state)
         rows = [*self.config.router_class.expert_rows, *(["bias_steps"] if self.config.router_bias_update_rate else [])]
         for layer, of_layer in zip(self.layers, kept, strict=True):
-            updates = [i for i in of_layer if i < self.specs[layer.name].num_updates]  # the base has none
+            updates = [i for i in of_layer if i < self.specs[layer.name].num_updates]  # the base has no update
             for key in (*self._keys(layer.name, "moe_lora_A."), *self._keys(layer.name, "moe_lora_B.")):
-                if len(state[key]) > 1:  # one matrix is that of all
+                if len(state[key]) > 1:  # a single matrix is shared by all experts
                     state[key] = state[key][updates]
             for name in rows:
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
@@ -120,7 +120,7 @@ class PrunableAdapter(Prunable):
         config.save_pretrained(str(folder))
 
     def _has_base(self, kept: Sequence[Sequence[int]]) -> bool:
-        """Whether the base is still one of the experts."""
+        """Return whether the base is still one of the experts. Raise if layers differ."""
         found = {
             self.specs[layer.name].num_updates in of_layer for layer, of_layer in zip(self.layers, kept, strict=True)
         }
@@ -129,24 +129,26 @@ class PrunableAdapter(Prunable):
         return found.pop()
 
     def _cut_means(self, left: list[int], config: MoELoraConfig, state: dict[str, torch.Tensor]) -> None:
-        """Remove dropped experts' ranks from LoRAs that are means; alpha / rank then averages the others."""
+        """
+        Remove the ranks of dropped experts from averaged LoRAs; alpha / rank then averages the kept experts' updates.
+        """
         r = self.config.r
         rows = [row for i in left if i < self.config.num_updates for row in range(i * r, (i + 1) * r)]
         for name in self.averaged:
             for key in (*self._keys(name, "moe_lora_A."), *self._keys(name, "moe_lora_B.")):
                 state[key] = state[key][:, rows]
-        if self.averaged:  # all keys of the pattern are theirs
+        if self.averaged:  # the pattern has only their keys
             config.rank_pattern = dict.fromkeys(config.rank_pattern, len(rows))
 
     def _without_texts(self, folder: Path, left: list[int], state: dict[str, torch.Tensor]) -> None:
-        """Gates that have nothing of the texts of lost experts, if the mixture has sums, and the gate for requests."""
+        """Remove the dropped experts' texts from the gates, if the mixture has sums, and from the gate for requests."""
         source = self.folder.folder
         names = self.config.expert_names
         if names is not None:
             copy_without(source, folder, [name for i, name in enumerate(names) if i not in left])
         try:
             sums = read_sums(source, self.folder.gates)
-        except InputError:  # trained since: gates are no longer those of the texts
+        except InputError:  # trained since: the gates no longer follow from the texts
             return
         if sums is not None:
             sums = renumbered(sums, left)
@@ -159,7 +161,7 @@ class PrunableAdapter(Prunable):
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
 
     def _pruned_config(self, sizes: dict[str, int], names: list[str] | None, has_base: bool) -> MoELoraConfig:
-        """The config with these numbers of experts, and their names."""
+        """Return the config with the given numbers of experts and their names."""
         config = copy.deepcopy(self.config)
         config.expert_names = None  # until all sizes are known
         config.base_expert = self.config.base_expert and has_base
@@ -178,7 +180,7 @@ class PrunableAdapter(Prunable):
         return config
 
     def _check_router(self, name: str, config: MoELoraConfig, state: dict[str, torch.Tensor]) -> None:
-        """Raise if the router of that many experts has other parameters."""
+        """Raise if a router with the new number of experts has other parameters."""
         spec = config.expert_spec(name, self.text_config)
         try:
             with torch.device("meta"):
@@ -195,13 +197,13 @@ class PrunableAdapter(Prunable):
 
 
 def _common(kept: Sequence[Sequence[int]]) -> list[int] | None:
-    """The experts that every layer keeps; None if layers keep different ones."""
+    """Return the experts kept in every layer; None if layers keep different experts."""
     left = list(kept[0])
     return left if all(list(of_layer) == left for of_layer in kept) else None
 
 
 def _names(names: Sequence[str] | None, kept: Sequence[Sequence[int]]) -> list[str] | None:
-    """The names of the experts that are left; None where they are not the same in all layers."""
+    """Return the names of the kept experts; None if layers keep different experts."""
     left = _common(kept)
     return None if names is None or left is None else [names[expert] for expert in left]
 

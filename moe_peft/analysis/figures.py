@@ -1,4 +1,4 @@
-"""Figures of routing and of methods, as files whose suffix says the format: .png, .pdf or .svg."""
+"""Figures of routing and of methods, as files. The suffix sets the format: .png, .pdf or .svg."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 DPI = 150
-MOST_PANELS = 12  # of a figure with one panel per domain, and of a panel's layers
+MOST_PANELS = 12  # panels of a figure with one panel per domain, and layers of a panel
 _MOST_EXPERTS = 16  # with more, numbers in the cells would be unreadable
 _LONGEST_NAME = 16  # letters of an expert's name under a column
-# What a file would hold besides the drawing: left out, so that every matplotlib version writes the same bytes.
+# Metadata to leave out, so that every matplotlib version writes the same bytes.
 _METADATA = {
     ".png": {"Software": None},
     ".pdf": {"Creator": None, "Producer": None, "CreationDate": None},
@@ -23,13 +23,13 @@ _METADATA = {
 }
 SUFFIXES = tuple(_METADATA)
 
-# What people know the methods of recipes by.
+# Method of a recipe → its usual name.
 _NAMES = {
     "lora": "LoRA", "sft": "SFT", "loramoe_pt": "LoRAMoE-PT", "loramoe_sft": "LoRAMoE-SFT", "upcycle_pt": "Upcycle-PT",
     "upcycle_sft": "Upcycle-SFT", "pesc": "PESC", "self_moe": "Self-MoE", "upit": "UpIT",
     "mean": "mean of the checkpoints",
 }  # fmt: skip
-# Color, of Okabe and Ito's, which color-blind people tell apart → what has it in all figures.
+# Color → methods with this color in all figures. Color-blind people can tell Okabe and Ito's colors apart.
 _COLORS = {
     "#8c8c8c": ("base", "dense"),
     "#e69f00": ("LoRA", "SFT", "one LoRA in turn"),
@@ -44,12 +44,12 @@ _COLORS = {
 
 
 def method_name(method: str) -> str:
-    """The name that people know a method of recipes by."""
+    """Return the usual name of a recipe's method."""
     return _NAMES.get(method, method)
 
 
 def method_color(name: str) -> str | None:
-    """A method's color; of a variant such as "UpIT, random routers" its method's. None for another name."""
+    """Return a method's color; a variant such as "UpIT, random routers" has its method's. None for other names."""
     return next((color for color, names in _COLORS.items() if name.partition(",")[0] in names), None)
 
 
@@ -71,17 +71,17 @@ def plot_shares(
     names: Sequence[str] | None = None,
 ) -> None:
     """
-    Heat maps of the share of assignments per expert (columns) and layer (rows), one panel per domain, of the first 12.
-    White is an even share. Of more than 12 layers, the most uneven ones (with `experts` those that comply least), and
-    the one where domains differ most.
+    Plot heat maps of the share of assignments per expert (columns) and layer (rows), one panel per domain, for the
+    first 12. White is an even share. Of more than 12 layers, the figure has the most uneven (with `experts` the least
+    compliant), and the layer with the largest differences between domains.
 
     Args:
         shares: domain → [L, n]; each layer sums to 1.
         path: the file to write.
         title: the figure's title.
-        experts: domain → the experts that should serve it, which are outlined.
-        sizes: experts of each layer; None: n in all.
-        names: of the experts; None: their numbers.
+        experts: domain → the experts that should serve it; they are outlined.
+        sizes: number of experts of each layer; None: n in all.
+        names: names of the experts; None: their numbers.
     """
     from matplotlib.colors import TwoSlopeNorm
 
@@ -90,7 +90,8 @@ def plot_shares(
     L, n = share_DLN.shape[1:]
     size_L = torch.tensor(sizes or [n] * L)
     share_DLN = share_DLN.masked_fill(torch.arange(n) >= size_L[:, None], float("nan"))
-    # The layers: all in their order, or the worst 12, the worst first, with the one of a page's headline.
+    # Select the layers: all in order, or the worst 12, the worst first. The layer of a page's headline is always among
+    # them.
     if experts is None:
         badness_L, chosen_by = (share_DLN.nanmean(0) * size_L[:, None] - 1).square().nanmean(1), "most uneven"
     else:
@@ -104,7 +105,7 @@ def plot_shares(
     relative_DLN = share_DLN / even_L[:, None]
     top = max(2.0, float(relative_DLN.nan_to_num().max()))
     norm = TwoSlopeNorm(1, 0, top)
-    # With numbers in the cells if a page has room for them.
+    # Write numbers into the cells if a page has room for them.
     width, height = 0.34 * n, 0.27 * len(layers)
     columns, rows = _grid(len(shown), min(4, max(1, int(11.6 / (width + 0.3)))))
     if not (numbers := n <= _MOST_EXPERTS and rows * (height + 0.4) <= 12.5):
@@ -148,7 +149,7 @@ def plot_shares(
 
 
 def _outline(axis: Any, columns: Sequence[int], height: int) -> None:
-    """A frame around each run of neighboring columns."""
+    """Draw a frame around each run of neighboring columns."""
     for column in columns:
         edges = [[(column - 0.5, column + 0.5), (y, y)] for y in (-0.5, height - 0.5)]
         edges += [[(column + s / 2,) * 2, (-0.5, height - 0.5)] for s in (-1, 1) if column + s not in columns]
@@ -157,7 +158,7 @@ def _outline(axis: Any, columns: Sequence[int], height: int) -> None:
 
 
 def _write_numbers(axis: Any, values_LN: torch.Tensor, colors: Any) -> None:
-    """Numbers in the cells of a heat map, in black or white, whatever is legible on the cell's color."""
+    """Write numbers into the cells of a heat map, in black or white, to be legible on the cell's color."""
     for row, column in torch.cartesian_prod(*map(torch.arange, values_LN.shape)).tolist():
         value = float(values_LN[row, column])
         if value == value:  # NaN where a layer has fewer experts
@@ -172,8 +173,8 @@ def plot_compliance(
     compliance: Mapping[str, torch.Tensor], path: str | Path, starts: Sequence[int], chance: Mapping[str, float]
 ) -> None:
     """
-    Mean compliance by position in the text, one panel per domain, of the first 12: every layer, their mean, and what
-    uniform routers would reach.
+    Plot mean compliance by position in the text, one panel per domain, for the first 12: every layer, their mean, and
+    the compliance of uniform routers.
 
     Args:
         compliance: domain → [L, P]; NaN for buckets without tokens.
@@ -219,12 +220,12 @@ def plot_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str, scale: str = "log"
 ) -> None:
     """
-    Lines through points (x, y), one for each name, which stands at its end. Methods have their colors, variants of one
-    method differ by dashes, and other names get shades in their order.
+    Plot lines through points (x, y), one for each name, with the name at its end. Methods have their colors. Variants
+    of one method differ by dashes. Other names get shades in their order.
 
     Args:
         x, y: names of the axes.
-        scale: of y, matplotlib's.
+        scale: scale of y, as in matplotlib.
     """
     from matplotlib.ticker import LogLocator
 
@@ -250,13 +251,14 @@ def plot_curves(
 
 def plot_bars(values: Mapping[str, Mapping[str, float]], path: str | Path, title: str, form: str = "{:.2f}") -> None:
     """
-    Bars with numbers, one group per domain, one bar per method, whose names stand beside the first group.
+    Plot bars with numbers, one group per domain, one bar per method. The names of the methods are beside the first
+    group.
 
     Args:
         values: method → domain → value.
         path: the file to write.
-        title: what the values are.
-        form: of the numbers.
+        title: meaning of the values.
+        form: format of the numbers.
     """
     domains, M = list(next(iter(values.values()))), len(values)
     figure = new_figure(5.6, 0.9 + 0.23 * len(domains) * (M + 0.8))
@@ -275,22 +277,22 @@ def plot_bars(values: Mapping[str, Mapping[str, float]], path: str | Path, title
     save_figure(figure, path, title)
 
 
-# --- what they share --------------------------------------------------------------------------------------------------
+# --- common parts -----------------------------------------------------------------------------------------------------
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of this size in inches."""
+    """Create a figure of the given size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Any, path: str | Path, title: str = "") -> None:
-    """Write a figure, so that the same numbers are the same bytes, without the upper and right edges of axes."""
+    """Write a figure without the upper and right edges of axes. The same numbers give the same bytes."""
     import matplotlib
 
     for axis in figure.axes:
-        if "right" in axis.spines:  # not of a color bar
+        if "right" in axis.spines:  # color bars have no edges
             axis.spines[["top", "right"]].set_visible(False)
     if title:
         figure.suptitle(title, parse_math=False, fontsize=11)
@@ -299,14 +301,14 @@ def save_figure(figure: Any, path: str | Path, title: str = "") -> None:
 
 
 def _label_ends(axis: Any, lines: Mapping[str, Any]) -> None:
-    """Names at the ends of lines, moved apart where they would overlap."""
+    """Write names at the ends of lines, moved apart if they would overlap."""
     to_axes = axis.transData + axis.transAxes.inverted()
     axis.autoscale_view()
     ends = sorted(
         ((name, line, line.get_xydata()[-1]) for name, line in lines.items() if len(line.get_xdata())),
         key=lambda end: end[2][1],
     )
-    gap = 0.17 / (axis.get_position().height * axis.figure.get_size_inches()[1])  # of 9 points
+    gap = 0.17 / (axis.get_position().height * axis.figure.get_size_inches()[1])  # for letters of 9 points
     heights: list[float] = []
     for _, _, end in ends:
         heights.append(max(to_axes.transform(end)[1], heights[-1] + gap if heights else -1.0))
@@ -321,7 +323,7 @@ def _label_ends(axis: Any, lines: Mapping[str, Any]) -> None:
 
 
 def _diverging() -> Any:
-    """From blue (less) over white to red (more), light enough for black numbers."""
+    """Return colors from blue (less) over white to red (more), light enough for black numbers."""
     import matplotlib
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -330,20 +332,20 @@ def _diverging() -> Any:
 
 
 def _shades(count: int) -> list[Any]:
-    """Colors of one hue, from light to dark."""
+    """Return `count` colors of one hue, from light to dark."""
     import matplotlib
 
     return list(matplotlib.colormaps["Blues"](torch.linspace(0.45, 1, count).numpy()))
 
 
 def _grid(count: int, most: int) -> tuple[int, int]:
-    """Columns and rows of `count` panels, with rows of like length."""
+    """Return columns and rows for `count` panels, with rows of similar length."""
     rows = -(-count // most)
     return -(-count // rows), rows
 
 
 def _leave_out(axes: Any, used: int) -> None:
-    """Hide the panels after the used ones; those above them then have the ticks' labels."""
+    """Hide the panels after the used ones. The panels above them then have the ticks' labels."""
     columns = axes.shape[1]
     for index, axis in list(enumerate(axes.flat))[used:]:
         axis.set_visible(False)

@@ -1,4 +1,4 @@
-"""Reports as one HTML page with its figures inside, for readers who have not read the documentation."""
+"""Reports as one HTML page with its figures inside, for readers without the documentation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 EFFECTIVE = "effective experts of a token"
 STRONGEST = "layer: busiest expert (share)"
 _BUSIEST = "{expert} in layer {layer} ({share:.0%})"
-_MOST_CELLS = 16  # of a table of experts by experts
+_MOST_CELLS = 16  # rows of a table of experts by experts
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -86,12 +86,12 @@ class Section:
 
     Args:
         title: its heading.
-        text: paragraphs that explain it, with code between backticks.
-        note: what is not as it should be.
-        bad: whether that harms.
+        text: paragraphs of explanation, with code between backticks.
+        note: a warning.
+        bad: whether the warning is about a harm.
         header, rows: a table.
         figure: an image file.
-        texts: whose tokens are painted; in one section of a page at most.
+        texts: texts with painted tokens; in one section of a page at most.
     """
 
     title: str
@@ -111,8 +111,8 @@ def write_page(
     Write a page that is complete in one file and loads nothing from elsewhere.
 
     Args:
-        lead: what it says, in sentences for readers who stop there.
-        facts: what was measured.
+        lead: the result, in sentences for readers who stop there.
+        facts: description of the measurement.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(inlined=_inlined, coded=_coded, aligned=_aligned)
@@ -125,12 +125,12 @@ def write_html(
     statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path], texts: Texts
 ) -> Path:
     """
-    The page of `moe-peft inspect`: what `write_report` writes and the command prints, explained.
+    Write the page of `moe-peft inspect`: the files of `write_report` and the command's output, explained.
 
     Args:
-        about: what was measured, as in `routing.json`.
-        files: what `write_report` has written. Figures that no page can show are drawn again.
-        texts: of the same data.
+        about: description of the measurement, as in `routing.json`.
+        files: the files of `write_report`. Figures that no page can show are drawn again.
+        texts: texts of the same data.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     n, ks = max(statistics.sizes), sorted(set(statistics.ks))
@@ -172,7 +172,7 @@ def write_html(
 
 
 def numbering(routers: Sequence[str]) -> list[str]:
-    """What the numbers of layers stand for, in a sentence, unless each of the model's layers has one router."""
+    """Return a sentence about the numbers of layers, or nothing if each of the model's layers has one router."""
     numbers = [re.search(r"\.(\d+)\.", f"{name}.") for name in routers]
     if [number and int(number[1]) for number in numbers] == list(range(len(routers))):
         return []
@@ -181,13 +181,13 @@ def numbering(routers: Sequence[str]) -> list[str]:
 
 
 def model_name(path: str) -> str:
-    """The name of a model without where it is."""
+    """Return the name of a model without its path."""
     return last_part(path)
 
 
 def load_line(health: LoadHealth, wanted: bool = False) -> str:
     """
-    How evenly experts are used, in a sentence that needs no further words.
+    Return a complete sentence about how evenly experts are used.
 
     Args:
         wanted: whether an expert map asks for uneven loads.
@@ -207,12 +207,12 @@ def load_line(health: LoadHealth, wanted: bool = False) -> str:
 
 def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | None = None) -> str:
     """
-    Say which experts serve mostly one domain, in the layer that tells domains apart most; "" for one domain. Mostly is
-    two thirds of an expert's tokens at least, and 1.5 times the even share.
+    Return a sentence about experts that serve mostly one domain, in the layer with the largest differences between
+    domains; "" for one domain. Mostly is at least two thirds of an expert's tokens, and 1.5 times the even share.
 
     Args:
         shares: domain → each expert's share of its layer's assignments, [L, n].
-        names: of the experts.
+        names: names of the experts.
     """
     if len(shares) < 2:
         return ""
@@ -236,7 +236,7 @@ def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | N
 
 
 def losses_line(losses: Mapping[str, Mapping[str, float]]) -> str:
-    """In how many domains the last of the models is better than the first, in a sentence."""
+    """Return a sentence with the number of domains where the last of the models is better than the first."""
     (base, before), *_, (last, after) = losses.items()
     domains = [domain for domain in after if domain != "mean"]
     better = sum(after[domain] < before[domain] for domain in domains)
@@ -250,11 +250,11 @@ def losses_line(losses: Mapping[str, Mapping[str, float]]) -> str:
 
 def load_section(health: LoadHealth, wanted: bool = False, mixed: bool = False) -> Section:
     """
-    Whether the experts are used evenly, in words.
+    Return a section about how evenly the experts are used.
 
     Args:
         wanted: whether an expert map asks for uneven loads.
-        mixed: whether `moe-peft mix` made the model, without training, on which there is no advice then.
+        mixed: whether `moe-peft mix` made the model, without training. Then there is no advice.
     """
     text = [
         "The load of a layer is how its tokens are shared out among its experts. CV, the spread of their shares "
@@ -279,14 +279,14 @@ def shares_section(
     names: Sequence[str] | None = None,
 ) -> Section:
     """
-    Where each domain's tokens go.
+    Return a section about the routing of each domain's tokens.
 
     Args:
         shares: domain → each expert's share of its layer's assignments, [L, n].
-        figure: of the shares.
-        tokens: domain → how many.
-        sizes: experts of each layer; None: n in all.
-        names: of the experts.
+        figure: figure of the shares.
+        tokens: domain → number of tokens.
+        sizes: number of experts of each layer; None: n in all.
+        names: names of the experts.
     """
     rows, n = [], max(share_LN.shape[1] for share_LN in shares.values())
     for domain, share_LN in shares.items():
@@ -310,7 +310,7 @@ def shares_section(
 def strongest(
     share_LN: torch.Tensor, form: str = "{layer}: {expert} ({share:.0%})", names: Sequence[str] | None = None
 ) -> str:
-    """The experts with the largest share in the three layers where that is largest; shares are [L, n]."""
+    """Return the busiest experts of the three layers with the largest share of one expert; shares are [L, n]."""
     best_L, expert_L = share_LN.max(1)
     layers = best_L.topk(min(3, len(best_L))).indices.tolist()
     best = ((i, _name(int(expert_L[i]), names), float(best_L[i])) for i in layers)
@@ -323,11 +323,11 @@ def _name(expert: int, names: Sequence[str] | None) -> str:
 
 def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> Section:
     """
-    Held-out losses by model and domain, and how the last model differs from the first.
+    Return a section with held-out losses by model and domain, and the last model's differences from the first.
 
     Args:
         losses: model → domain → loss; the first is the base.
-        figure: where to draw them.
+        figure: file to draw the losses into.
     """
     plot_bars(losses, figure, "Held-out loss per token (lower is better)")
     (base, before), *_, (last, after) = losses.items()
@@ -412,7 +412,7 @@ def _token_classes(statistics: RoutingStatistics, names: Sequence[str] | None) -
 
 
 def _inlined(path: Path, title: str) -> Markup:
-    """The file inside the page, its text as large as the page's, and not much smaller on a phone."""
+    """Return the image inside the page. Its letters are as large as the page's, and not much smaller on a phone."""
     data, size = path.read_bytes(), ""
     if path.suffix == ".png":
         width = int.from_bytes(data[16:20]) * 96 // DPI
@@ -422,17 +422,17 @@ def _inlined(path: Path, title: str) -> Markup:
 
 
 def _coded(text: str) -> Markup:
-    """Text whose parts between backticks are in code font."""
+    """Return text with the parts between backticks in code font."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _aligned(cell: str, rows: Sequence[Sequence[str]], column: int) -> Markup:
-    """The class of a table's cell: columns of numbers are aligned at the right."""
+    """Return the class of a table's cell. Columns of numbers are aligned at the right."""
     is_number = all(re.fullmatch(r"[-+]?[\d.,]+%?|", row[column]) for row in rows)
     return Markup(' class="number"' if is_number else "")
 
 
 def _listed(items: Sequence[str], noun: str) -> str:
-    """E.g. "experts 2, 3 and 5"."""
+    """Return a list in words, e.g. "experts 2, 3 and 5"."""
     first, last = items[:-1], items[-1]
     return f"{noun}s {', '.join(first)} and {last}" if first else f"{noun} {last}"

@@ -1,4 +1,4 @@
-"""The examples that a command passes through a model, and what a report says about a loaded model."""
+"""Examples that a command passes through a model, and a report's description of a loaded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("moe_peft")
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokenized examples with `input_ids` and `labels`, their domains if any, and what makes batches of them."""
+    """Tokenized examples with `input_ids` and `labels`, their domains if any, and the batches' collator and size."""
 
     data: Dataset
     domains: Sequence[str]
@@ -39,15 +39,15 @@ def load_rows(
     max_examples: int | None,
 ) -> Rows:
     """
-    The examples that a command passes through a model.
+    Load the examples that a command passes through a model.
 
     Args:
         data: a file or a dataset's name, in a format that TRL accepts.
-        label_column: the column that holds the domains.
+        label_column: column with the domains.
         split: the split of the data.
         batch_size: examples per forward pass.
         max_length: tokens per example; longer ones are truncated.
-        max_examples: how many examples to use, from the first on; None: all.
+        max_examples: number of examples to use, from the first on; None: all.
     """
     dataset = load_data(data, "--data", label_column, split)
     whole = dataset
@@ -75,14 +75,14 @@ def load_rows(
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """For a report: the class of a loaded model, its dtype and its quantization."""
+    """Return the class, dtype and quantization of a loaded model, for a report."""
     base = base_model(model)
     dtype = str(base.dtype).removeprefix("torch.")
     return {"class": type(base).__name__, "dtype": dtype, "quantization": _quantization_of(base.config)}
 
 
 def _quantization_of(config: Any) -> str | None:
-    """E.g. "bitsandbytes, load_in_4bit"; None for a model that is not quantized."""
+    """Return the quantization, e.g. "bitsandbytes, load_in_4bit"; None for a model that is not quantized."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return None

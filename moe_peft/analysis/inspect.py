@@ -33,9 +33,9 @@ from .token_classes import classify_tokens
 @torch.no_grad()
 def inspect_model(settings: InspectSettings) -> RoutingStatistics:
     """
-    Report the routing of an adapter or a native MoE on a dataset: tables, figures and a printed summary, which also
-    has the model's size and the similarity of its experts. `settings.output` is a new folder, or one with an earlier
-    report.
+    Report the routing of an adapter or a native MoE on a dataset: tables, figures and a printed summary. The summary
+    also has the model's size and the similarity of its experts. `settings.output` is a new folder, or a folder with an
+    earlier report.
     """
     with output_folder(settings.output, "output", is_report) as folder:
         opened = open_folder(settings.model, "--model", base=settings.base)
@@ -59,7 +59,7 @@ def inspect_model(settings: InspectSettings) -> RoutingStatistics:
 
 
 def _recorded(model: Any, tokenizer: Any, rows: Rows, expert_map: Any, dtype: str) -> RoutingStatistics:
-    """The routing of all rows."""
+    """Record the routing of all rows."""
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     device = next(model.parameters()).device
@@ -79,7 +79,7 @@ def _recorded(model: Any, tokenizer: Any, rows: Rows, expert_map: Any, dtype: st
 
 
 def _about(model: Any) -> dict[str, Any]:
-    """The model's kind, dtype, quantization, size, and how alike its experts are."""
+    """Return the model's class, dtype, quantization and size, and the similarity of its experts."""
     cosines_NN = expert_similarity(model)
     return {
         **describe(model),
@@ -94,7 +94,7 @@ def _about(model: Any) -> dict[str, Any]:
 
 def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Path]) -> None:
     console = Console(markup=False, emoji=False)
-    # What was measured.
+    # The model, the data and the similarity of experts.
     lines = [
         f"{about['model']}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}",
         f"{about['data']}: split {about['split']}, {about['examples']:,} examples",
@@ -105,7 +105,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         lines.append(f"similarity of experts: cosine of their {about['similarity_of']} {alike.mean:.3f} {between}")
     for line in [*lines, *numbering(about["routers"])]:
         console.print(line, highlight=False, soft_wrap=True)
-    # Where the tokens of each domain go.
+    # The routing of each domain's tokens.
     has_map = statistics.allowed is not None
     columns = ("tokens", "differs", EFFECTIVE, STRONGEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
@@ -120,9 +120,9 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     console.print(table)
     if has_map:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
-    # Whether the load is healthy.
+    # The health of the load.
     warning = statistics.warning()
-    if warning and about["mixed"]:  # its gates were set without training, on which there is no advice
+    if warning and about["mixed"]:  # its gates are not trained, so there is no advice
         warning = statistics.health().finding
     style = "yellow" if warning else None
     console.print(f"load: {warning or statistics.health()}", style=style, highlight=False, soft_wrap=True)

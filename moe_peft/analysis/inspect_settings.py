@@ -1,4 +1,4 @@
-"""The settings of `moe-peft inspect`, in a module without torch, so that `--help` needs none."""
+"""Settings of `moe-peft inspect`. The module does not import torch, so `--help` does not need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load of the experts during training."""
+"""Load of the experts during training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ logger = logging.getLogger("moe_peft")
 
 class LoadCallback(TrainerCallback):
     """
-    Plots how uneven the experts' load is during training with any `Trainer`: `load.png`, and `load.json` with the
-    numbers, written at each save and at the end. Where the load becomes uneven or collapses it warns, once, and says
-    what to try (`moe_peft.routing.LoadHealth`); not if an expert map asks for uneven loads. A training that resumes
-    continues the numbers that are there. With several processes, the numbers are of the first one's batches, a sample.
+    Plots the imbalance of the experts' load during training with any `Trainer`. It writes `load.png`, and `load.json`
+    with the numbers, at each save and at the end. If the load becomes uneven or collapses, it warns, with advice
+    (`moe_peft.routing.LoadHealth`), and again only after a recovery. It does not warn if an expert map asks for uneven
+    loads. A resumed training continues the existing numbers. With several processes, the numbers are a sample: the
+    first process's batches.
 
     Args:
-        output_dir: the folder for the files.
+        output_dir: folder of the files.
         every: the number of steps in each point of the figure.
 
     Raises:
-        ValueError: when training begins: the model has no routers.
+        ValueError: when training begins, if the model has no routers.
 
     Example:
 
@@ -45,10 +46,10 @@ class LoadCallback(TrainerCallback):
         self._recording = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._recording.close()  # of a training that ended with an error
+        self._recording.close()  # left by a training that ended with an error
         done = getattr(state, "global_step", 0)
         self.points = []
-        with suppress(ValueError, KeyError, TypeError):  # there are none, or not ours
+        with suppress(ValueError, KeyError, TypeError):  # no file, or another program's
             points = read_json(self.output_dir / "load.json")["points"] if done else []
             self.points = [point for point in points if point["step"] <= done]
         self._statistics = self._recording.enter_context(record_routing(model, training_only=True))

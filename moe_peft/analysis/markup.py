@@ -1,4 +1,4 @@
-"""The text of tokens, and its colors by their experts, as HTML: for reports and conversations."""
+"""Text of tokens as HTML, in the colors of their experts, for reports and conversations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from .routes import PALETTE, Routes, percent
 
-# Class c0, c1, … is an expert with that color of the palette; c-1 are all others.
+# Class c0, c1, … is an expert with the palette's color of this number; c-1 is any other expert.
 STYLE = """\
 .tokens { white-space: pre-wrap; overflow-wrap: anywhere; } .tokens span { box-shadow: inset -1px 0 #0003; }
 .legend span { border-radius: 2px; padding: 0 0.4em; } .legend { line-height: 1.8; }
@@ -20,17 +20,17 @@ STYLE = """\
 
 
 def names_of(routes: Routes) -> list[str]:
-    """What the experts are called where "3" alone would say little."""
+    """Return the experts' names, with "expert 3" for a number alone."""
     return [f"expert {name}" if name == str(i) else name for i, name in enumerate(routes.experts)]
 
 
 def painted(tokens: Sequence[str], routes: Routes, router: int | None, start: int = 0) -> Markup:
     """
-    Tokens in the colors of their leading experts, of a router or averaged over all (`None`), which their titles name
-    with their shares.
+    Paint tokens in the colors of their leading experts, of a router or averaged over all (`None`). A token's title has
+    the expert's name and share.
 
     Args:
-        tokens: their text; those of the routes from `start` on.
+        tokens: texts of the tokens; the first is token `start` of the routes.
     """
     colors, names, at = [*routes.colors(router)], names_of(routes), slice(start, start + len(tokens))
     experts, shares = routes.leading_T(router)[at], routes.shares_TN(router)[at].amax(-1).tolist()
@@ -43,7 +43,7 @@ def painted(tokens: Sequence[str], routes: Routes, router: int | None, start: in
 
 
 def legend(routes: Routes, router: int | None) -> Markup:
-    """The experts with their colors and shares of all tokens; those without a color are one entry."""
+    """Return the experts with their colors and shares of all tokens. All experts without a color are one entry."""
     colors, names, ranked = [*routes.colors(router)], names_of(routes), routes.ranked(router)
     entries = [
         Markup('<span class="c{}">{}</span> {}').format(colors.index(expert), names[expert], percent(share))
@@ -56,7 +56,7 @@ def legend(routes: Routes, router: int | None) -> Markup:
 
 
 class Pieces:
-    """The text of tokens, one by one."""
+    """Decodes tokens one by one."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
@@ -65,14 +65,14 @@ class Pieces:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """The text that a token adds; nothing where a character's bytes are not complete yet."""
+        """Return the text that a token adds; "" while a character's bytes are incomplete."""
         self.ids.append(token)
         self.tokens.append(self._text().rstrip("\ufffd")[self._shown :])
         self._shown += len(self.tokens[-1])
         return self.tokens[-1]
 
     def end(self) -> str:
-        """What is left: a character that stays incomplete."""
+        """Return the rest: a character that stays incomplete."""
         rest = self._text()[self._shown :] if self.ids else ""
         if rest:
             self.tokens[-1] += rest

@@ -28,14 +28,14 @@ POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
 
 class RoutingStatistics:
     """
-    Sums over all tokens seen; memory does not grow with the number of tokens.
+    Sums over all tokens seen. Memory does not grow with the number of tokens.
 
-    Assignments are what routers did: slots with a gate of 0 do not count (a threshold or a capacity left the expert
-    out), and forced or masked routing counts as it happened. Compliance is what routers wanted: the probability that
-    their logits give to the experts of the token's domain, without steering.
+    Assignments are the routers' actual choices. Slots with a gate of 0 do not count (a threshold or a capacity left the
+    expert out), and forced or masked routing counts as it happened. Compliance is the routers' preference: the
+    probability in their logits for the experts of the token's domain, without steering.
 
     Args:
-        sizes: experts of each layer.
+        sizes: number of experts of each layer.
         ks: experts per token of each layer.
         domains: the names of the D domains.
         expert_map: domain → experts that should serve it, for compliance; see `read_expert_map`.
@@ -46,7 +46,7 @@ class RoutingStatistics:
         tokens: number of tokens, [D].
         effective_sums: sum of the tokens' effective numbers of experts, float64 [D, L].
         class_counts: number of assignments by token class, [C, L, n].
-        broken: whether a layer's logits were NaN or infinite, so that its numbers say nothing, bool [L].
+        broken: whether a layer's logits were NaN or infinite, so that its numbers mean nothing, bool [L].
         compliance_sums: sum of compliance by domain, layer and position bucket, [D, L, P]. The 16 buckets have doubling
             widths: they begin at 0, 1, 3, 7, ….
         compliance_tokens: number of tokens by domain and position bucket, [D, P].
@@ -96,7 +96,7 @@ class RoutingStatistics:
         self.broken = torch.zeros(L, dtype=torch.bool)
         self.compliance_sums = torch.zeros(D, L, POSITION_BUCKETS, dtype=torch.float64)
         self.compliance_tokens = torch.zeros(D, POSITION_BUCKETS, dtype=torch.float64)
-        self.current: Any = self.domains[0]  # of the next batch, or one for each of its rows
+        self.current: Any = self.domains[0]  # domain of the next batch, or a list with one for each row
 
     @torch.no_grad()
     def update(
@@ -108,14 +108,15 @@ class RoutingStatistics:
         effective: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """
-        Add a batch; `current` is its domain, or the list of its rows' domains.
+        Add a batch. `current` is its domain, or the list of its rows' domains.
 
         Args:
             router_logits: one [T, n] per layer.
             mask_BS: 1 for real tokens. If the batch continues a cache, the mask is longer than S; its end is used.
             ids_BS: the tokens, for token classes.
             chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
-            effective: their effective number, [T] per layer; None: by the probabilities of those that were chosen.
+            effective: the effective number of experts, [T] per layer; None: from the probabilities of the chosen
+                experts.
         """
         first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
         broken = [(logits.isnan() | logits.isposinf()).any().to(first) for logits in router_logits]
@@ -151,29 +152,29 @@ class RoutingStatistics:
             self.compliance_tokens += (domain_TD.T @ bucket_TP).cpu().double()
 
     def _domains_of(self, rows: int) -> torch.Tensor:
-        """The index of each row's domain, [B]."""
+        """Return the index of each row's domain, [B]."""
         several = isinstance(self.current, Sequence) and not isinstance(self.current, str)
         names = list(self.current) if several else [self.current] * rows
         return torch.tensor([self._index(name) for name in names], dtype=torch.long)
 
     def _index(self, domain: Any) -> int:
-        """The index of a domain, by its name."""
+        """Return the index of a domain, by its name."""
         if label_text(domain) not in self.domains:
             raise InputError(f"domain {domain!r}: no such domain; there is {self.domains}")
         return self.domains.index(label_text(domain))
 
     @property
     def position_starts(self) -> list[int]:
-        """The first position of each bucket, [P]."""
+        """First position of each bucket, [P]."""
         return [2**p - 1 for p in range(POSITION_BUCKETS)]
 
     def shares(self) -> dict[str, torch.Tensor]:
-        """Domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
+        """Return domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
         return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True).clamp(min=1) for i in seen}
 
     def _repr_png_(self) -> bytes:
-        """In a notebook: where each domain's tokens go."""
+        """Draw the routing of each domain's tokens, for a notebook."""
         from .figures import plot_shares
 
         with tempfile.TemporaryDirectory() as folder:
@@ -182,25 +183,27 @@ class RoutingStatistics:
             return path.read_bytes()
 
     def effective(self) -> dict[str, torch.Tensor]:
-        """Domain → the mean effective number of experts per token and layer, [L]; only for domains with tokens."""
+        """
+        Return domain → the mean effective number of experts per token and layer, [L]; only for domains with tokens.
+        """
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
         return {self.domains[i]: self.effective_sums[i] / self.tokens[i] for i in seen}
 
     def compliance_by_domain(self) -> dict[str, torch.Tensor]:
-        """Domain → mean compliance by layer and position bucket, [L, P]; NaN without tokens there."""
+        """Return domain → mean compliance by layer and position bucket, [L, P]; NaN without tokens there."""
         self._needs_map()
         sums, tokens = self.compliance_sums, self.compliance_tokens
         return {d: sums[i] / tokens[i] for i, d in enumerate(self.domains) if tokens[i].any()}
 
     def mean_compliance(self, domain: str | None = None) -> float:
-        """Mean compliance over all tokens and layers; of one domain, if it is named. NaN without tokens."""
+        """Return mean compliance over all tokens and layers, or of one domain if it is named. NaN without tokens."""
         self._needs_map()
         at = slice(None) if domain is None else self._index(domain)
         tokens = self.compliance_tokens[at].sum()
         return float(self.compliance_sums[at].sum() / tokens / len(self.sizes))
 
     def chance(self) -> dict[str, float]:
-        """Domain → the compliance of uniform routers: its share of the experts, averaged over layers."""
+        """Return domain → the compliance of uniform routers: its share of the experts, averaged over layers."""
         self._needs_map()
         assert self.allowed is not None
         shares_DL = torch.stack([self.allowed[:, :n].double().mean(1) for n in self.sizes], dim=1)
@@ -211,28 +214,29 @@ class RoutingStatistics:
             raise InputError("compliance needs an expert_map")
 
     def health(self) -> LoadHealth:
-        """How evenly the experts are used."""
+        """Measure how evenly the experts are used."""
         return load_health(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
 
     def variations(self) -> list[float]:
-        """The coefficient of variation of each layer's load, [L]."""
+        """Return the coefficient of variation of each layer's load, [L]."""
         return [variation(counts_N[:n]) for counts_N, n in zip(self.counts.sum(0), self.sizes, strict=True)]
 
     def warning(self) -> str:
-        """What is wrong with the load and what to try; "" if nothing is, or an expert map asks for uneven loads."""
+        """Return a warning about the load, with advice; "" if it is fine, or an expert map asks for uneven loads."""
         return self.health().warning if self.allowed is None else ""
 
     def specialization(self) -> dict[str, torch.Tensor]:
         """
-        Domain → by layer, the share of its assignments that go to other experts than the average domain's: half the sum
-        of the differences, [L]. 0: the router treats it as all text; 1: it has experts of its own.
+        Return domain → specialization of each layer, [L]: the share of the domain's assignments that go to other
+        experts than the average domain's (half the sum of absolute differences). 0: the router treats the domain like
+        all text. 1: the domain has its own experts.
         """
         shares = self.shares()
         mean_LN = sum(shares.values()) / max(len(shares), 1)
         return {domain: (share_LN - mean_LN).abs().sum(1) / 2 for domain, share_LN in shares.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """All statistics as plain lists, ready for JSON."""
+        """Return all statistics as plain lists, ready for JSON."""
         health = self.health()
         return {
             "experts": self.sizes,
@@ -249,7 +253,7 @@ class RoutingStatistics:
         }
 
     def _compliance_as_dict(self) -> dict[str, Any]:
-        """-1 stands for buckets without tokens."""
+        """Return the statistics of compliance. -1 stands for buckets without tokens."""
         by_domain = self.compliance_by_domain()
         return {
             "mean_compliance": self.mean_compliance() if by_domain else None,
@@ -269,18 +273,19 @@ def record_routing(
     training_only: bool = False,
 ) -> Iterator[RoutingStatistics]:
     """
-    A context manager that collects routing statistics of every forward pass inside the block, those of other threads
-    too. Nothing stays on the model afterwards. In `generate`, rows that have ended do not count while others go on, by
-    the end and padding tokens of the model's generation config.
+    Collect routing statistics of every forward pass inside the block, in all threads. Nothing stays on the model
+    afterwards. In `generate`, ended rows do not count while other rows go on. The end and padding tokens of the model's
+    generation config mark ended rows.
 
-    Its value is a `RoutingStatistics`. Set its `current` to the domain of the next batch, or to one domain per row.
+    The context manager's value is a `RoutingStatistics`. Set its `current` to the domain of the next batch, or to one
+    domain per row.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
         domains: the names of the domains.
         expert_map: domain → experts that should serve it, for compliance; indices or masks, see `read_expert_map`.
         token_classes: the class of every token of the vocabulary, see `RoutingStatistics`.
-        training_only: leave out passes without gradients, as those of an evaluation or of a DPO trainer's reference.
+        training_only: leave out passes without gradients, such as an evaluation's or a DPO trainer's reference passes.
 
     Raises:
         ValueError: the model has no router, or a domain has no experts in `expert_map`.
@@ -313,7 +318,7 @@ def record_routing(
         if seen.trains or not training_only:
             mask = seen.mask
             if seen.input_ids is not None and seen.input_ids.shape[1] == 1 and after_end:
-                # `generate` goes on with rows that have ended, and its mask does not say so.
+                # `generate` continues ended rows, and its mask does not show it.
                 has_ended = torch.stack([seen.input_ids == token for token in after_end]).any(0)
                 mask = torch.cat([mask[:, :-1], mask[:, -1:] * ~has_ended.to(mask.device)], dim=1)
             statistics.update(seen.router_logits, mask, seen.input_ids, seen.chosen, seen.effective())

@@ -1,5 +1,5 @@
 """
-Which experts served the tokens of one text.
+Experts that served the tokens of one text.
 
 Legend: T tokens, L routers, n experts, K slots of a token.
 """
@@ -20,19 +20,20 @@ from ..models.introspection import RoutedPass, expert_names, observed_routing
 from ..models.layer import router_names
 from ..utils.messages import InputError
 
-# Of Okabe and Ito, as in all figures; which color-blind people tell apart. All but the first carry black letters.
+# Okabe and Ito's colors, as in all figures; color-blind people can tell them apart. All but the first carry black
+# letters.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
     """
-    The experts of a text's tokens, on the CPU.
+    Experts of a text's tokens, on the CPU.
 
     Args:
         experts_LTK: the experts in the slots of each token, int64.
         gates_LTK: their gates, float32. 0 leaves an expert out, and fills the slots of routers with fewer than K.
-        measure: "gates", or "choices" if some router's gates were not seen: then those of the chosen experts are 1.
+        measure: "gates", or "choices" if the gates of some router are not known: then the chosen experts' gates are 1.
         layers: the routers' names, [L], in the order of `moe-peft inspect`.
         experts: the experts' names, [n]; their numbers if they have none.
 
@@ -61,7 +62,7 @@ class Routes:
 
     @cached_property
     def shares_LTN(self) -> torch.Tensor:
-        """How much of each token an expert has. A token's shares sum to 1, or to 0 if its gates are all 0."""
+        """Share of each token per expert, [L, T, n]. A token's shares sum to 1, or to 0 if its gates are all 0."""
         gates_LTK = self.gates_LTK.abs()
         shares_LTK = gates_LTK / gates_LTK.sum(-1, keepdim=True).clamp(min=1e-12)
         shares_LTN = torch.zeros(*self.experts_LTK.shape[:2], len(self.experts))
@@ -69,21 +70,21 @@ class Routes:
 
     @cached_property
     def shares_LN(self) -> torch.Tensor:
-        """Each expert's share of the text, by router; a router's sum to 1."""
+        """Share of the text per expert and router, [L, n]. A router's shares sum to 1."""
         sums_LN = self.shares_LTN.sum(1)
         return sums_LN / sums_LN.sum(-1, keepdim=True).clamp(min=1e-12)
 
     @property
     def most_decisive(self) -> int:
-        """The router whose shares differ most: the one with the smallest effective number of experts."""
+        """Index of the router with the most unequal shares: the smallest effective number of experts."""
         return int(self.shares_LN.square().sum(-1).argmax())
 
     def find(self, words: Sequence[str]) -> list[int]:
         """
-        The routers whose names have all these parts, e.g. "12", or "12" and "q_proj".
+        Return the routers with all these parts in their names, e.g. "12", or "12" and "q_proj".
 
         Raises:
-            ValueError: there are none.
+            ValueError: there is no such router.
         """
         found = [i for i, layer in enumerate(self.layers) if {*words} <= {*layer.split(".")}]
         if not found:
@@ -91,30 +92,32 @@ class Routes:
         return found
 
     def shares_TN(self, router: int | None) -> torch.Tensor:
-        """Each token's shares, of a router or averaged over all."""
+        """Return each token's shares [T, n], of a router or averaged over all."""
         return self.shares_LTN.mean(0) if router is None else self.shares_LTN[router]
 
     def leading_T(self, router: int | None) -> list[int]:
-        """The expert with the largest share of each token, of a router or averaged over all; -1 if it has none."""
+        """Return each token's expert with the largest share, of a router or averaged over all; -1 without a share."""
         shares_T, experts_T = self.shares_TN(router).max(-1)
         return experts_T.masked_fill(shares_T == 0, -1).tolist()
 
     def shares_N(self, router: int | None = None) -> torch.Tensor:
-        """Each expert's share of the text, of a router or averaged over all."""
+        """Return each expert's share of the text, [n], of a router or averaged over all."""
         return self.shares_LN.mean(0) if router is None else self.shares_LN[router]
 
     def ranked(self, router: int | None = None) -> list[tuple[int, float]]:
-        """The experts that have a share of the text, as in `shares_N`, largest first."""
+        """Return the experts with a share of the text, and their shares, as in `shares_N`, largest first."""
         shares, experts = self.shares_N(router).sort(descending=True, stable=True)
         return [(i, share) for i, share in zip(experts.tolist(), shares.tolist(), strict=True) if share > 0]
 
     def colors(self, router: int | None) -> dict[int, str]:
-        """Expert → color, for the 7 with the largest shares; the same in all texts if there are no more than 7."""
+        """
+        Return expert → color, for the 7 largest shares. With at most 7 experts, the colors are the same in all texts.
+        """
         most_used = self.shares_N(router).sort(descending=True, stable=True).indices[: len(PALETTE)]
         return dict(zip(sorted(most_used.tolist()), PALETTE, strict=False))
 
     def summary(self, most: int = 4) -> str:
-        """E.g. "law 71 %, math 29 % (gates, mean of 30 routers)"."""
+        """Return a line such as "law 71 %, math 29 % (gates, mean of 30 routers)"."""
         ranked = self.ranked()
         parts = [f"{self.experts[expert]} {percent(share)}" for expert, share in ranked[:most]]
         if not parts:
@@ -134,18 +137,18 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 class RouteTape:
     """
-    The routing of this thread's passes with one row, as they come: the tensors stay where they are until `routes`
+    Records the routing of this thread's passes with one row, in order. Tensors stay on their devices until `routes`
     copies them.
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self.n, self.measure = model, 0, "gates"
         self._thread = threading.get_ident()
-        self._experts: list[Sequence[torch.Tensor]] = []  # of each pass, one [T, k] per router
+        self._experts: list[Sequence[torch.Tensor]] = []  # for each pass, one [T, k] per router
         self._gates: list[Sequence[torch.Tensor]] = []
 
     def see(self, seen: RoutedPass) -> None:
-        if threading.get_ident() != self._thread:  # another text's pass
+        if threading.get_ident() != self._thread:  # a pass of another text
             return
         gates: list[Any] = list(seen.gates)
         if any(gates_TK is None for gates_TK in gates):
@@ -156,7 +159,9 @@ class RouteTape:
         self.n = max(logits_TN.shape[-1] for logits_TN in seen.router_logits)
 
     def routes(self, start: int = 0, stop: int | None = None) -> Routes | None:
-        """The routes of the tokens from `start` to before `stop`, counted over all passes; None if no router ran."""
+        """
+        Return the routes of the tokens from `start` to before `stop`, counted over all passes. None if no router ran.
+        """
         if not self._experts:
             return None
         experts_LTK, gates_LTK = (_joined(passes, slice(start, stop)) for passes in (self._experts, self._gates))
@@ -168,7 +173,7 @@ class RouteTape:
 
 
 def _joined(passes: Sequence[Sequence[torch.Tensor]], tokens: slice) -> torch.Tensor:
-    """[L, T, K] on the CPU, with zeros in the slots that a router does not have."""
+    """Join the passes to [L, T, K] on the CPU, with zeros in slots that a router does not have."""
     layers = [torch.cat(of_layer)[tokens].to(passes[0][0].device) for of_layer in zip(*passes, strict=True)]
     K = max(of_layer.shape[-1] for of_layer in layers)
     return torch.stack([F.pad(of_layer, (0, K - of_layer.shape[-1])) for of_layer in layers]).cpu()
@@ -177,13 +182,13 @@ def _joined(passes: Sequence[Sequence[torch.Tensor]], tokens: slice) -> torch.Te
 @contextmanager
 def record_routes(model: Any) -> Iterator[RouteTape]:
     """
-    A context manager that records the experts of each token in this thread's passes inside the block, which have one
-    row each.
+    Record the experts of each token in this thread's passes inside the block. Each pass must have one row.
 
-    Its value is a `RouteTape`, whose `routes()` returns `Routes`; None where no router ran (a dense model's).
+    The context manager's value is a `RouteTape`. Its `routes()` returns `Routes`, or None if no router ran (in a dense
+    model).
 
     Args:
-        model: a model with a MoE-LoRA adapter, or a native MoE; any other has no routes.
+        model: a model with a MoE-LoRA adapter, or a native MoE; other models have no routes.
 
     Example:
 

@@ -1,5 +1,5 @@
 """
-Routing statistics as files, tables and figures, which replace an earlier report's when all are written.
+Routing statistics as files, tables and figures. They replace an earlier report's once all are written.
 
 Legend: L layers, n experts, P position buckets.
 """
@@ -22,7 +22,7 @@ _OTHERS |= {"load.csv", "compliance.csv", "report.html"}
 
 
 def is_report(folder: Path) -> bool:
-    """Whether a folder holds a report."""
+    """Return whether a folder holds a report."""
     with suppress(ValueError):
         return {"tokens", "shares"} <= read_json(folder / MAIN).keys()
     return False
@@ -31,11 +31,10 @@ def is_report(folder: Path) -> bool:
 @contextmanager
 def replaced_report(folder: Path) -> Iterator[Path]:
     """
-    A temporary folder to write a report into. When the block succeeds, its files replace those of an earlier report, of
-    which nothing stays.
+    Yield a temporary folder for a report. If the block succeeds, the new files replace all files of an earlier report.
     """
     partial = folder / ".report.partial"
-    remove(partial)  # of a run that was killed
+    remove(partial)  # left by a killed run
     partial.mkdir()
     try:
         yield partial
@@ -57,7 +56,7 @@ def write_report(
 
     Args:
         suffix: the figures' format: ".png", ".pdf" or ".svg".
-        about: what was measured; becomes `"about"` in `routing.json`.
+        about: description of the measurement; becomes `"about"` in `routing.json`.
 
     Returns:
         the paths of the files.
@@ -79,7 +78,7 @@ def write_report(
 def write_figures(
     statistics: RoutingStatistics, folder: Path, suffix: str, names: Sequence[str] | None = None
 ) -> list[Path]:
-    """The figures of `write_report`; returns their paths."""
+    """Draw the figures of `write_report`, and return their paths."""
     written, largest, shares = [folder / f"load{suffix}"], _largest(statistics), statistics.shares()
     title = "Where each domain's tokens go" if len(shares) > 1 else "Where the tokens go"
     shown = {domain: shares[domain] for domain in largest}
@@ -108,7 +107,7 @@ def _write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
 
 
 def _largest(statistics: RoutingStatistics) -> list[str]:
-    """The domains with tokens; those with the most come first where there are more than a figure shows."""
+    """Return the domains with tokens. If a figure cannot show all, the domains with the most tokens come first."""
     tokens = dict(zip(statistics.domains, statistics.tokens.tolist(), strict=True))
     seen = [domain for domain, count in tokens.items() if count]
     return seen if len(seen) <= MOST_PANELS else sorted(seen, key=lambda domain: -tokens[domain])

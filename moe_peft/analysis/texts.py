@@ -1,4 +1,4 @@
-"""A few texts of a report's data, whose tokens have the colors of their experts in a layer that the reader picks."""
+"""A few texts of a report's data. Their tokens have the colors of their experts in a layer that the reader picks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .routes import Routes, record_routes
 
 MOST_TEXTS, MOST_OF_A_DOMAIN, MOST_TOKENS = 12, 4, 200
 
-# Of each layer, the page has the tokens' experts (-1: none) and their shares in percent, by which its script paints.
+# For each layer, the page has the tokens' experts (-1: none) and their shares in percent; its script paints by them.
 _PART = """\
 <style>
 {{ style }}
@@ -56,9 +56,11 @@ paint();  // a browser that loads the page again keeps what was picked
 @dataclass(frozen=True)
 class Texts:
     """
+    Sampled texts, with the experts of their tokens.
+
     Args:
         labels: the domain of each text, or "".
-        tokens: the text of each of its tokens.
+        tokens: the texts of the tokens of each text.
         routes: the experts of all tokens of all texts.
     """
 
@@ -68,7 +70,9 @@ class Texts:
 
     @property
     def telling(self) -> int:
-        """The router that tells the domains apart best (the texts, if all are of one): whose shares differ most."""
+        """
+        Index of the router with the largest differences of shares between domains (or texts, with a single domain).
+        """
         ends = torch.tensor([len(tokens) for tokens in self.tokens]).cumsum(0).tolist()
         parts = [self.routes.shares_LTN[:, a:b].mean(1) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         kinds = self.labels if len({*self.labels}) > 1 else range(len(parts))
@@ -79,7 +83,7 @@ class Texts:
         return int(means_GLN.var(0, correction=0).sum(-1).argmax())
 
     def part(self) -> Markup:
-        """Their part of a page, which has one such part at most."""
+        """Return the texts as a part of a page. A page has at most one such part."""
         routes, all_layers = self.routes, range(len(self.routes.layers))
         routers: list[int | None] = [*all_layers, *([None] if len(all_layers) > 1 else [])]
         names = [f"{i}: {name}" for i, name in enumerate(routes.layers)] + ["mean of all layers"]
@@ -109,7 +113,9 @@ class Texts:
 
 @torch.no_grad()
 def sample_texts(model: Any, tokenizer: Any, rows: Rows) -> Texts:
-    """The first few rows of each domain, or of the first 12 domains, as a plain pass of each routes them."""
+    """
+    Sample the first few rows of each domain, or of the first 12 domains, and record their routing in plain passes.
+    """
     domains = rows.domains or [""] * len(rows.data)
     taken: dict[str, list[int]] = defaultdict(list)
     of_each = min(MOST_OF_A_DOMAIN, max(1, MOST_TEXTS // len({*domains})))

@@ -17,7 +17,7 @@ _PATTERNS = (
 
 def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> torch.Tensor:
     """
-    The class of every token by its text without surrounding spaces.
+    Return the class of every token, by its text without surrounding spaces.
 
     Args:
         tokenizer: the tokenizer.

@@ -1,4 +1,4 @@
-"""Conversations that show which experts served each token; `terminal` is what `moe-peft chat` runs."""
+"""Conversations with the experts of each answer's tokens. `terminal` runs `moe-peft chat`."""
 
 from .conversation import Answer, Conversation
 

@@ -1,5 +1,5 @@
 """
-A conversation with a model, in which each answer has the experts of its tokens. Nothing here knows of a terminal.
+Conversation with a model. Each answer has the experts of its tokens. The module does not depend on a terminal.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Kind = Literal["auto", "picked", "expert", "forbid", "base"]
 @dataclass(frozen=True, eq=False)
 class Answer:
     """
-    An answer.
+    An answer, with the experts of its tokens.
 
     Args:
-        question: what was asked.
-        tokens: the text of each token, [T]; they join to the answer. A character of several tokens belongs to the last
-            of them.
+        question: the question.
+        tokens: the text of each token, [T]; joined, they are the answer. A character of several tokens belongs to the
+            last of them.
         routes: the experts of the same T tokens; None if no router ran.
-        steering: how it was routed: "auto", "picked: law", "expert law", "without law" or "base".
+        steering: routing of the answer: "auto", "picked: law", "expert law", "without law" or "base".
         ending: "end" (the model ended it), "length" (`max_new_tokens`) or "stopped".
 
     Example:
@@ -62,11 +62,11 @@ class Answer:
 
     @property
     def remark(self) -> str:
-        """Why it ended, unless the model ended it."""
+        """Reason for the answer's end; "" if the model ended it."""
         return {"end": "", "length": f"cut after {len(self.tokens)} tokens", "stopped": "stopped"}[self.ending]
 
     def _repr_html_(self) -> str:
-        """In a notebook: its tokens in the colors of their experts, of the most decisive layer."""
+        """Return the tokens as HTML, in the colors of their experts in the most decisive layer, for a notebook."""
         routes = self.routes
         if routes is None or not self.tokens:
             return Markup('<p style="white-space: pre-wrap">{}</p>').format(self.text)
@@ -78,8 +78,8 @@ class Answer:
 
     def runs(self, router: int | None) -> list[tuple[str, int]]:
         """
-        The text in pieces whose tokens have the same leading expert, of a router or averaged over all (`None`); -1
-        stands for none.
+        Split the text into pieces of tokens with the same leading expert, of a router or averaged over all (`None`).
+        Expert -1 stands for none.
         """
         runs: list[tuple[str, int]] = []
         experts = self.routes.leading_T(router) if self.routes is not None else [-1] * len(self.tokens)
@@ -96,20 +96,20 @@ class Conversation:
     A conversation of several turns.
 
     Args:
-        model: of any kind, in evaluation mode; a MoE-LoRA adapter and a native MoE have routes.
+        model: a model of any kind, in evaluation mode. A MoE-LoRA adapter and a native MoE have routes.
         tokenizer: its chat template writes the turns. Without one, each question is continued as text, on its own.
         system: the system prompt.
-        max_new_tokens: the most tokens in an answer.
+        max_new_tokens: maximum number of tokens in an answer.
         temperature: 0 takes the most probable token each time.
-        pick: questions → the expert that each is for, or None for the base, such as `RequestGate.pick`; answers are
-            then routed so unless `steer` says otherwise.
+        pick: questions → the expert for each, or None for the base, such as `RequestGate.pick`. Answers are routed by
+            it unless `steer` sets another routing.
 
     Attributes:
-        answers: those of the turns so far.
+        answers: the answers of all turns so far.
         experts: the experts' names, or their numbers; empty if the model has no router.
 
     Raises:
-        ValueError: the chat template takes no system prompt, or there is none.
+        ValueError: the chat template takes no system prompt, or the tokenizer has no chat template.
 
     Example:
 
@@ -156,16 +156,17 @@ class Conversation:
 
     def ask(self, question: str) -> Iterator[str]:
         """
-        The answer's text, piece by piece; it is `answers[-1]` afterwards, even if the iterator is closed early.
+        Answer a question. Yield the text piece by piece. Afterwards, `answers[-1]` is the answer, even if the iterator
+        is closed early.
 
         Raises:
             ValueError: the conversation is too long for the model.
         """
-        # Half a pair of surrogates, which JSON can write, is no text for a tokenizer.
+        # JSON can hold half a pair of surrogates. A tokenizer cannot read it.
         return self._answer(question.encode(errors="replace").decode(), self.answers)
 
     def ask_again(self) -> Iterator[str]:
-        """The last question, asked again under the current steering; the new answer replaces the last one."""
+        """Answer the last question again under the current steering. The new answer replaces the last one."""
         if not self.answers:
             raise InputError("there is no question yet")
         return self._answer(self.answers[-1].question, self.answers[:-1])
@@ -176,15 +177,15 @@ class Conversation:
 
     @property
     def stopping(self) -> bool:
-        """Whether the running answer is about to end."""
+        """True if the running answer is about to end."""
         return self._stop.is_set()
 
     def clear(self) -> None:
-        """Forget all turns; the steering stays."""
+        """Forget all turns. The steering stays."""
         self.answers = []
 
     def messages(self, question: str, before: Sequence[Answer]) -> list[dict[str, str]]:
-        """What the chat template is given."""
+        """Return the messages for the chat template."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in before:
             messages.append({"role": "user", "content": turn.question})
@@ -195,22 +196,21 @@ class Conversation:
 
     @property
     def steering(self) -> str:
-        """How the next answers are routed: "auto", "picked", "expert law", "without law, math" or "base"."""
+        """Routing of the next answers: "auto", "picked", "expert law", "without law, math" or "base"."""
         names = ", ".join(self.experts[expert] for expert in self._steered)
         return {"expert": f"expert {names}", "forbid": f"without {names}"}.get(self._kind, self._kind)
 
     def steer(self, kind: Kind, experts: Expert | Sequence[Expert] = ()) -> None:
         """
-        Route all further answers in this way instead of the previous one.
+        Set the routing of all further answers.
 
         Args:
-            kind: "auto": as the model does; "picked": for each question the one that it is for, or the base;
-                "expert": one serves all tokens; "forbid": routers choose among the others; "base": the adapter is
-                disabled.
-            experts: which one, or which ones; names or numbers.
+            kind: "auto": as in the model; "picked": one expert for each question, or the base; "expert": one expert
+                serves all tokens; "forbid": routers choose among the other experts; "base": the adapter is disabled.
+            experts: the experts of "expert" or "forbid", as names or numbers.
 
         Raises:
-            ValueError: the model has no router, no such expert, no adapter, or too few others.
+            ValueError: the model has no router, no such expert, no adapter, or too few other experts.
         """
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts
@@ -265,7 +265,7 @@ class Conversation:
         length = self._longest(prompt_1S.shape[1])
         self._stop.clear()
         run, pieces = _Run(self._stop), Pieces(self.tokenizer)
-        # In a thread, so that whoever waits for a piece can still call `stop`.
+        # In a thread, so that `stop` can be called while the caller waits for a piece.
         thread = threading.Thread(target=self._generate, args=(prompt_1S, length, run, routing), daemon=True)
         thread.start()
         try:
@@ -290,7 +290,7 @@ class Conversation:
             yield rest
 
     def _prompt(self, question: str, before: Sequence[Answer]) -> torch.Tensor:
-        """Token ids, [1, S]."""
+        """Return the prompt's token ids, [1, S]."""
         if self.tokenizer.chat_template is None:
             ids = self.tokenizer(question, return_tensors="pt")["input_ids"]
             if ids.numel() == 0:
@@ -300,19 +300,21 @@ class Conversation:
             inputs = self.tokenizer.apply_chat_template(
                 self.messages(question, before), add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-        except (TemplateError, ValueError) as error:  # or there are several, and none is the default
+        except (TemplateError, ValueError) as error:  # also for several templates without a default
             raise InputError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
         return inputs["input_ids"].to(self.model.device)
 
     def _longest(self, prompt: int) -> int:
-        """How many tokens an answer may have."""
+        """Return the maximum number of tokens in the answer."""
         most = getattr(text_config(self.model), "max_position_embeddings", None)
         if most is not None and prompt >= most:
             raise InputError(f"the conversation has {prompt} tokens, the model takes {most}; clear it")
         return self.max_new_tokens if most is None else min(self.max_new_tokens, most - prompt)
 
     def _generate(self, prompt_1S: torch.Tensor, length: int, run: _Run, routing: AbstractContextManager) -> None:
-        """A token is routed when it is read, so one more is generated and left out: often the end token."""
+        """
+        Generate an answer and one more token: a token is routed when it is read. The last, often the end, is left out.
+        """
         samples = self.temperature > 0
         choose: dict[str, Any] = {"do_sample": True, "temperature": self.temperature} if samples else {}
         ends = end_tokens(self.model, self.tokenizer)
@@ -327,7 +329,7 @@ class Conversation:
                     eos_token_id=ends,
                     pad_token_id=ends[0] if pad is None else pad,
                     num_beams=1,
-                    use_cache=True,  # each token is then read once
+                    use_cache=True,  # reads each token once
                     streamer=run,
                     stopping_criteria=[run.stops],
                     **choose,
@@ -341,7 +343,7 @@ class Conversation:
 
 
 class _Run(BaseStreamer):
-    """One call of `generate`; iterating over it gives each token but the last, as soon as the next one is known."""
+    """A call of `generate`. Iteration gives each token except the last, as soon as the next token is known."""
 
     def __init__(self, stop: threading.Event) -> None:
         self.ids: list[int] = []
@@ -363,7 +365,7 @@ class _Run(BaseStreamer):
         self._counts.put(None)
 
     def stops(self, ids_1S: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """A stopping criterion."""
+        """Return whether to stop, as a stopping criterion of `generate`."""
         return torch.full((1,), self._stop.is_set(), device=ids_1S.device)
 
     def __iter__(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""A conversation in a terminal, or of the lines of a file."""
+"""Conversation in a terminal, or with the lines of a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..analysis.routes import PALETTE, Routes, percent
 from ..utils.messages import InputError
 from .conversation import Answer, Conversation, Kind
 
-_MOST_ROUTERS = 8  # that `/why 12` shows
+_MOST_ROUTERS = 8  # most routers that `/why 12` shows
 
 
 class _Command(NamedTuple):
@@ -31,7 +31,7 @@ class _Command(NamedTuple):
 
 class Terminal:
     """
-    Reads questions and commands from standard input until it ends, and prints answers and who served them.
+    Reads questions and commands from standard input until it ends. Prints each answer and the experts that served it.
 
     Args:
         conversation: the conversation.
@@ -68,7 +68,10 @@ class Terminal:
         COMMANDS[name].run(self, rest.strip())
 
     def _read(self) -> str | None:
-        """A question or a command; None at the end. After a backslash at its end, the next line belongs to it."""
+        """
+        Read a question or a command; None at the end of input. A backslash at a line's end continues it on the next
+        line.
+        """
         lines: list[str] = []
         while True:
             try:
@@ -84,7 +87,7 @@ class Terminal:
                 lines = []
                 continue
             if not sys.stdin.isatty():
-                print(line)  # so that what is printed reads like a conversation
+                print(line)  # so that the output reads like a conversation
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 return "\n".join(lines)
@@ -99,7 +102,7 @@ class Terminal:
         self._note(self._served(self._last))
 
     def _compare(self) -> None:
-        """The last question, answered again: the new answer beside the one before."""
+        """Answer the last question again, and print the new answer beside the previous one."""
         if not self.conversation.answers:
             self._note(f"from now on: {self.conversation.steering}")
             return
@@ -117,7 +120,7 @@ class Terminal:
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
-        """Inside the block, Ctrl-C stops the answer; a second time, the program."""
+        """Stop the answer at the first Ctrl-C inside the block, and the program at the second."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self.conversation.stopping:
@@ -131,7 +134,7 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _served(self, answer: Answer, short: bool = False) -> str:
-        """Who served an answer, and why it ended."""
+        """Return a line with the experts that served an answer, and the reason for its end."""
         parts = ["an empty answer"]
         if answer.tokens:
             parts = []
@@ -179,7 +182,7 @@ class Terminal:
             self._explain(answer, routes, router, routes.layers[router])
 
     def _explain(self, answer: Answer, routes: Routes, router: int | None, title: str) -> None:
-        """An answer's tokens in the colors of their experts, and what these are."""
+        """Print an answer's tokens in the colors of their experts, and the legend."""
         self._note(title)
         colors = routes.colors(router)
         self.console.print(self._painted(answer, router, colors), soft_wrap=self._is_plain)
@@ -187,7 +190,7 @@ class Terminal:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether there are no colors: not a terminal, a dumb one, or NO_COLOR."""
+        """True if there are no colors: not a terminal, a dumb terminal, or NO_COLOR."""
         return self.console.no_color or self.console.color_system is None
 
     def _painted(self, answer: Answer, router: int | None, colors: dict[int, str]) -> Text:
@@ -199,7 +202,7 @@ class Terminal:
         return text
 
     def _legend(self, routes: Routes, router: int | None, colors: dict[int, str]) -> Text:
-        """The experts with their colors, or with their numbers; those without a color are one entry."""
+        """Return the experts with their colors, or with their numbers. All experts without a color are one entry."""
         text, rest = Text(), 0.0
         for expert, share in routes.ranked(router):
             if expert not in colors:
@@ -235,7 +238,7 @@ class Terminal:
         self.leaves = True
 
 
-# A command's name → how it is written, what it does, and what runs.
+# Command → its usage, its description, and its method.
 COMMANDS: dict[str, _Command] = {
     "/why": _Command(
         "/why [N | all]", "color tokens by expert: in the most decisive layer, in N, by the mean", Terminal.why
@@ -262,10 +265,10 @@ def _beside(columns: list[str], texts: list[str], served: list[str] | None = Non
 
 
 def _style(color: str | None) -> str:
-    """The style of letters on an expert's color; gray letters for those that have none."""
+    """Return the style of letters on an expert's color; gray letters for an expert without a color."""
     return "grey50" if color is None else f"{'white' if color == PALETTE[0] else 'black'} on {color}"
 
 
 def _harmless(text: str) -> str:
-    """A model's text, which could otherwise send commands to the terminal."""
+    """Replace control characters of a model's text, which could send commands to the terminal."""
     return re.sub("[\x1b\x80-\x9f]", "␛", text)

@@ -1,4 +1,4 @@
-"""The page of `moe-peft chat --web`: conversations of any number of browsers with one model, one answer at a time."""
+"""Page of `moe-peft chat --web`: conversations of any number of browsers with one model, one answer at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ footer {{ display: none !important; }}
 
 @dataclass
 class Visit:
-    """What one browser tab has: its conversation, and the answer that "answer again" replaced in the last turn."""
+    """State of one browser tab: its conversation, and the last turn's answer that "answer again" replaced."""
 
     conversation: Conversation
     before: Answer | None = None
@@ -42,16 +42,16 @@ class Visit:
 
 class Page:
     """
-    What the page's buttons do, without Gradio.
+    Actions of the page's buttons, without Gradio.
 
     Args:
-        begin: makes a conversation; all have the same model.
+        begin: creates a conversation; all conversations have the same model.
     """
 
     def __init__(self, begin: Callable[[], Conversation]) -> None:
         self.begin = begin
         self.sample = begin()
-        # An adapter is disabled for the whole model, so that whoever asks the base waits until no other answer runs.
+        # An answer of the base disables the adapter in the whole model, so it waits until no other answer runs.
         self._one_at_a_time = threading.Lock()
 
     def visit(self) -> Visit:
@@ -61,14 +61,14 @@ class Page:
         self, visit: Visit, question: str, kind: Kind, experts: Sequence[str], layer: str
     ) -> Iterator[tuple[str, str]]:
         """
-        Answer a question. Yields the earlier turns and the last one as HTML, repeatedly while the answer comes.
+        Answer a question. Yield the earlier turns and the last one as HTML, repeatedly while the answer grows.
 
         Args:
             kind, experts: as `Conversation.steer` takes them.
-            layer: whose experts the colors show: a router's number, `DECISIVE` or `MEAN`.
+            layer: router to show the experts' colors of: its number, `DECISIVE` or `MEAN`.
 
         Raises:
-            ValueError: the model cannot be steered that way, or the conversation is too long for it.
+            ValueError: the model cannot be steered in this way, or the conversation is too long for it.
         """
         if not question.strip():
             raise InputError("write a question first")
@@ -81,7 +81,7 @@ class Page:
         yield self.shown(visit, layer)
 
     def ask_again(self, visit: Visit, kind: Kind, experts: Sequence[str], layer: str) -> Iterator[tuple[str, str]]:
-        """The last question again; its two answers are shown beside each other. As `ask`."""
+        """Answer the last question again, like `ask`. Its two answers are shown beside each other."""
         conversation = visit.conversation
         if not conversation.answers:
             raise InputError("no answer yet: ask something first")
@@ -94,7 +94,7 @@ class Page:
         yield self.shown(visit, layer)
 
     def shown(self, visit: Visit, layer: str) -> tuple[str, str]:
-        """The earlier turns and the last one, as HTML."""
+        """Return the earlier turns and the last one, as HTML."""
         if not visit.conversation.answers:
             return "", ""
         *others, last = visit.conversation.answers
@@ -105,14 +105,14 @@ class Page:
         visit.conversation.stop()
 
     def clear(self, visit: Visit) -> tuple[str, str]:
-        with self._one_at_a_time:  # an answer that runs would come back
+        with self._one_at_a_time:  # a running answer would come back
             visit.conversation.clear()
             visit.before = None
         return "", ""
 
     @property
     def kinds(self) -> list[tuple[str, Kind]]:
-        """How this model can be steered, and what that is called."""
+        """Ways to steer this model, with their labels on the page."""
         possible: list[Kind] = [] if self.sample.pick is None else ["picked"]
         possible += ["auto", *(("expert", "forbid") if self.sample.experts else ())]  # type: ignore[list-item]
         if isinstance(self.sample.model, PeftModel):
@@ -121,7 +121,7 @@ class Page:
 
     @property
     def layers(self) -> list[tuple[str, str]]:
-        """What the reader may pick, and the value of each."""
+        """Layers to pick from, as labels and values."""
         names = [f"{i}: {name}" for i, name in enumerate(router_names(self.sample.model))]
         return [(DECISIVE, DECISIVE), (MEAN, MEAN), *((name, str(i)) for i, name in enumerate(names))]
 
@@ -133,7 +133,7 @@ class Page:
 
 
 def _growing(pieces: Iterator[str]) -> Iterator[str]:
-    """The text so far: at first none."""
+    """Yield the text so far, at first empty."""
     text = ""
     yield text
     for piece in pieces:
@@ -150,14 +150,14 @@ def _turn(question: str, answers: Sequence[Markup]) -> Markup:
 
 
 def _answer(steering: str, text: str, *notes: str) -> Markup:
-    """An answer; what is in `notes` stands below it."""
+    """Return an answer as HTML, with `notes` below it."""
     form = Markup('<div class="answer"><div class="about">{}</div><div class="tokens">{}</div>{}</div>')
     below = Markup('<div class="about legend">{}</div>').format(Markup(" · ").join(notes)) if notes else ""
     return form.format(steering, text, below)
 
 
 def _finished(answer: Answer, layer: str) -> Markup:
-    """An answer with its routes in a layer."""
+    """Return an answer as HTML, with its routes in a layer."""
     routes, remark = answer.routes, [answer.remark] if answer.remark else []
     if routes is None or not answer.tokens:
         return _answer(answer.steering, answer.text, *remark)
@@ -171,7 +171,7 @@ def _finished(answer: Answer, layer: str) -> Markup:
 
 
 def import_gradio() -> Any:
-    """Gradio, with its telemetry turned off."""
+    """Import Gradio with its telemetry turned off."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     import gradio
 
@@ -180,7 +180,7 @@ def import_gradio() -> Any:
 
 def blocks(page: Page, title: str, about: str) -> Any:
     """
-    The page, as Gradio's `Blocks`.
+    Build the page as Gradio's `Blocks`.
 
     Args:
         title: its heading.
@@ -189,7 +189,7 @@ def blocks(page: Page, title: str, about: str) -> Any:
     gr = import_gradio()
 
     def showing_errors(act: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """The same handler; what is wrong with its input is shown on the page."""
+        """Return the handler with an `InputError` shown on the page."""
 
         def handler(visit: Visit | None, *inputs: Any) -> Iterator[Any]:
             if visit is None:
@@ -252,18 +252,18 @@ def blocks(page: Page, title: str, about: str) -> Any:
 
 def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int | None = None) -> None:
     """
-    Serve the page until it is interrupted.
+    Serve the page until interrupted.
 
     Args:
         title, about: as in `blocks`.
-        host: who may reach it; "0.0.0.0" is everyone.
-        port: None: the first free one from 7860 on.
+        host: the page's address; "0.0.0.0" is open to everyone.
+        port: the page's port; None: the first free port from 7860 on.
 
     Raises:
-        ValueError: the port is taken.
+        ValueError: the port is taken, or the host is not an address of this machine.
     """
     demo = blocks(page, title, about)
-    # Gradio asks the page once before it returns. A proxy of the environment does not reach this machine.
+    # Gradio requests the page once before it returns. A proxy in the environment does not reach this machine.
     direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     os.environ["no_proxy"] = f"localhost,{host},{direct}"
     try:
@@ -276,7 +276,7 @@ def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int
 
 
 def launch_settings() -> dict[str, Any]:
-    """Nothing is sent to others, nothing is loaded from elsewhere, and browsers keep no history of their own."""
+    """Return launch settings: nothing is sent to others or loaded from elsewhere, and browsers keep no history."""
     theme = import_gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     return {
         "theme": theme, "css": _STYLE, "share": False, "run_history": False, "footer_links": [], "ssr_mode": False,

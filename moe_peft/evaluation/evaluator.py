@@ -34,11 +34,11 @@ _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher
 
 def evaluate_model(settings: EvalSettings) -> dict[str, Scores]:
     """
-    Evaluate a model on tasks of lm-evaluation-harness: print a table, and write `results.json` into `settings.output`,
-    a new folder or one with an earlier evaluation. An adapter's base is the model without the adapter.
+    Evaluate a model on tasks of lm-evaluation-harness. Print a table, and write `results.json` into `settings.output`,
+    a new folder or a folder with an earlier evaluation. The base of an adapter is the model with the adapter disabled.
 
     Returns:
-        "model", "base", "expert 0" (or its name), … → scores, in the main process; in others all are empty.
+        "model", "base", "expert 0" (or its name), … → scores, in the main process. In other processes all are empty.
 
     Raises:
         ValueError: the model or a task does not exist, there is no such expert, or the folder holds something else.
@@ -102,7 +102,7 @@ def evaluate_model(settings: EvalSettings) -> dict[str, Scores]:
 
 
 def _is_evaluation(folder: Path) -> bool:
-    """Whether a folder has an earlier evaluation and nothing else."""
+    """Return whether a folder has an earlier evaluation and nothing else."""
     others = {path.name for path in folder.iterdir()} - {RESULTS, ".lock"}
     return not others and {"about", "scores"} <= read_json(folder / RESULTS).keys()
 
@@ -110,7 +110,7 @@ def _is_evaluation(folder: Path) -> bool:
 def _run(
     harness: Harness, model: Any, tokenizer: Any, experts: Sequence[Expert] | None, each_expert: bool
 ) -> dict[str, Any]:
-    """What the harness returns for the model and, if asked, for each of its experts alone."""
+    """Run the harness on the model and, with `each_expert`, on each of its experts alone."""
     alone = _alone(model, experts) if each_expert else []
     results = {}
     for name, chosen in [("model", experts), *((f"expert {expert}", [expert]) for expert in alone)]:
@@ -120,7 +120,7 @@ def _run(
 
 
 def _alone(model: Any, experts: Sequence[Expert] | None) -> list[Expert]:
-    """The experts to evaluate one by one."""
+    """Return the experts to evaluate one by one."""
     sizes = {layer.num_experts for layer in routed_layers(model, "--each-expert")}
     smallest = min(sizes)
     if len(sizes) > 1 and experts is None:
@@ -129,13 +129,13 @@ def _alone(model: Any, experts: Sequence[Expert] | None) -> list[Expert]:
 
 
 def _named(model: Any, experts: Iterable[int]) -> list[Expert]:
-    """Experts by their names, if they have some."""
+    """Return the experts by their names, if they have names."""
     names = expert_names(model) or []
     return [names[expert] if expert < len(names) else expert for expert in experts]
 
 
 def _steered(model: Any, experts: Sequence[Expert] | None) -> AbstractContextManager[None]:
-    """Restrict routers to some experts; a single one need not be as many as a token gets."""
+    """Restrict routers to some experts. A single expert is enough, even if top-k is larger."""
     if experts is None:
         return nullcontext()
     if len(experts) == 1:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model that is loaded already."""
+"""lm-evaluation-harness on a model that is already loaded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .settings import TaskSettings
 
 class Harness:
     """
-    Tasks, loaded once, for any number of models. In several processes, each takes its share of the examples.
+    Tasks, loaded once for any number of models. With several processes, each evaluates a share of the examples.
 
-    The numbers are those of `lm_eval.simple_evaluate`, which loads the tasks and describes the machine again for each
-    model: minutes where each of 16 experts is one.
+    The numbers are the same as from `lm_eval.simple_evaluate`. `simple_evaluate` loads the tasks and describes the
+    machine again for each model: this takes minutes if each of 16 experts is a model.
 
     Args:
-        settings: the tasks and how they are put to a model.
+        settings: the tasks and their settings.
 
     Raises:
         ValueError: a task is unknown or cannot be loaded.
@@ -54,12 +54,13 @@ class Harness:
         with _quiet():
             self.loaded = _load_tasks(settings)
         for task in self.loaded["tasks"].values():
-            if (shots := task.get_config("num_fewshot")) != 0:  # a task that says 0 wants none
+            if (shots := task.get_config("num_fewshot")) != 0:  # a task with 0 shots keeps 0
                 task.set_config("num_fewshot", (shots or 0) if settings.num_fewshot is None else settings.num_fewshot)
 
     def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """
-        What `lm_eval.evaluate` returns, without single examples. The main process alone gets it; others get {}.
+        Run the tasks. Return the result of `lm_eval.evaluate`, without single examples, in the main process, and {} in
+        others.
 
         Args:
             model: a model of transformers or PEFT; it is moved to this process's device.
@@ -67,7 +68,7 @@ class Harness:
 
         Raises:
             ValueError: a task's data, templates, filters or metrics fail, or the model's logits are NaN. Errors of
-            torch are left as they are.
+                torch are not changed.
         """
         from lm_eval import evaluate
         from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
@@ -80,8 +81,8 @@ class Harness:
         torch.manual_seed(other)
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(other)
-        broken: list[torch.Tensor] = []  # tasks make numbers, and texts, even of logits that are NaN
-        # PEFT calls the forward method of what is inside, so `generate` runs one module, and other tasks another.
+        broken: list[torch.Tensor] = []  # tasks give results even for NaN logits
+        # PEFT's forward calls the inner model's `forward`, without its hooks. `generate` calls only the inner model.
         hooks = [
             each.register_forward_hook(lambda module, args, output: broken.append(output.logits.isnan().any()))
             for each in {model, base_model(model)}
@@ -102,10 +103,10 @@ class Harness:
 
 def _load_tasks(settings: TaskSettings) -> Any:
     """
-    The tasks and groups that were asked for.
+    Load the tasks and groups of the settings.
 
-    Where the user's folder has them all, the harness's own thousands of tasks are not searched. A pattern may mean any
-    of these, and one of the user's groups may name some, which only shows when it is loaded.
+    If the user's folder has all of them, the harness's thousands of tasks are not searched. A pattern may match any of
+    these tasks, and a group of the user may name some of them. The latter shows only when the group is loaded.
     """
     from lm_eval.tasks import TaskManager  # only now: it takes seconds
 
@@ -134,7 +135,7 @@ def _unknown(names: list[str], manager: Any) -> list[str]:
 
 
 def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
-    """The model as the harness takes it, which shares the examples with those of other processes."""
+    """Return the model as the harness takes it. Processes share the examples."""
     from lm_eval.models.huggingface import HFLM
 
     state = PartialState()
@@ -151,7 +152,7 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
 
 @contextmanager
 def _explained(settings: TaskSettings) -> Iterator[None]:
-    """Whatever a task file, its code or its data raises, as one line. Torch's errors are not the tasks'."""
+    """Turn any error of a task file, its code or its data into an `InputError` of one line. Torch's errors stay."""
     try:
         yield
     except RuntimeError:
@@ -165,8 +166,8 @@ def _explained(settings: TaskSettings) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """
-    Show only errors of the harness's log: it warns about each default that it uses, again for each model. Its progress
-    bars are shown where transformers' are.
+    Hide the harness's log except errors: it warns about each default again for each model. Show its progress bars only
+    if transformers' are shown.
     """
     logger = logging.getLogger("lm_eval")
     before = logger.level

@@ -1,4 +1,4 @@
-"""The harness's results as scores of a model, its base and its experts, and these as a table."""
+"""Scores of a model, its base and its experts, read from the harness's results, and a table of the scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-RESULTS = "results.json"  # of an evaluation, in its folder
+RESULTS = "results.json"  # file in an evaluation's folder
 
 
 class Score(NamedTuple):
@@ -18,8 +18,8 @@ class Score(NamedTuple):
         task: the task's name.
         metric: the metric's name, with its filter if it has one.
         value: the metric, in the metric's unit.
-        stderr: its standard error; None where the harness gives none.
-        shots: examples in the context; None where tasks of a group differ.
+        stderr: its standard error; None if the harness gives none.
+        shots: examples in the context; None if the tasks of a group differ.
         higher_is_better: None if unknown.
 
     Example:
@@ -50,7 +50,7 @@ Scores = dict[tuple[str, str], Score]
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
     """
-    The scores of what `lm_eval.evaluate` returns.
+    Read the scores from the result of `lm_eval.evaluate`.
 
     Args:
         results: the harness's results.
@@ -85,15 +85,15 @@ def read_scores(results: Mapping[str, Any]) -> Scores:
     return scores
 
 
-_MOST_COLUMNS = 4  # that a terminal shows; more models are rows
+_MOST_COLUMNS = 4  # more models are rows, to fit a terminal
 
 
 def as_table(models: Mapping[str, Scores]) -> Table:
     """
-    Each metric of each model, with standard errors.
+    Return a table of each metric of each model, with standard errors.
 
     Args:
-        models: name → scores; the first one decides which metrics are shown.
+        models: name → scores; the first model sets the metrics to show.
     """
     rows = [["", *models]]
     for key, score in next(iter(models.values())).items():

@@ -1,4 +1,4 @@
-"""What is evaluated, in a module without torch, so that `moe-peft eval --help` needs none."""
+"""Settings of `moe-peft eval`. The module does not import torch, so `--help` does not need it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _count_or_share(limit: float) -> float:
 
 @BeforeValidator
 def _joined_by_commas(values: Any) -> Any:
-    """A list whose texts may each hold several, `a,b`, and which a file may write as numbers."""
+    """Split a list's texts at commas, as in `a,b`. A file may also write texts as numbers."""
     if not isinstance(values, list):
         return values
     texts = [str(value) if type(value) is int else value for value in values]
@@ -41,7 +41,7 @@ def _joined_by_commas(values: Any) -> Any:
 
 class TaskSettings(Settings):
     """
-    What is evaluated; the harness's own names.
+    Tasks and their settings, by the harness's names.
 
     Example:
 

@@ -785,7 +785,9 @@ def test_tokenizers_that_differ_are_refused_with_the_first_token(site, case, tmp
     sites = {
         "adapters": lambda: mix(settings(case, output=out, adapters=[str(case / "a"), lora], **own)),
         "add_to": joined,
-        "always": lambda: mix(settings(case, output=out, always=lora, **own)),
+        "always": lambda: mix(
+            settings(case, output=out, always=lora, adapters=[str(case / "a"), str(case / "c")], **own)
+        ),
         "models": lambda: mix(
             settings(case, output=out, adapters=None, models=[str(case / "dense-a"), dense], labels=["a", "b"])
         ),

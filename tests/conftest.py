@@ -32,6 +32,16 @@ def pytest_runtest_setup() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Puts back variables of the environment, which training arguments and commands set for the whole process."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     if close.LOG and Path(close.LOG).exists():
         terminalreporter.section("largest error by comparison: share of the tolerance, tolerance, test")

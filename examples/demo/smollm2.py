@@ -41,10 +41,14 @@ def smollm2_folder(cache: str | os.PathLike | None = None) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise InputError(f"{NAME} is read from a GGUF file: {install('demo')}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(folder.with_name(f".{NAME}.lock")):  # a second process waits for the first one's model
-        if not folder.is_dir():
-            with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
-                _convert(_download(Path(downloads)), partial)
+    lock = folder.with_name(f".{NAME}.lock")  # a second process waits for the first one's model
+    try:
+        with WeakFileLock(lock):
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
+                    _convert(_download(Path(downloads)), partial)
+    finally:
+        lock.unlink(missing_ok=True)
     return folder
 
 

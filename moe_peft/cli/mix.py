@@ -24,7 +24,7 @@ _GROUPS = {
     "Experts": ("output", "into", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "always",
                 "add_to", "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
-              "neutral", "right", "max_new_tokens", "keep_sums", "max_length", "batch_size"),
+              "neutral", "right", "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 EXAMPLE = r"""

@@ -55,8 +55,7 @@ class MixSettings(Settings):
     neutral: Text | None = Field(
         None,
         title="FILE",
-        description=f"general requests, one a line: the base becomes an expert for them; {OURS!r}: ours (the default "
-        "of --into lora)",
+        description=f"general requests, one a line: the base becomes an expert for them; {OURS!r}: ours",
     )
     always: Text | None = Field(None, title="PATH", description="a LoRA that serves every token, under the routed ones")
     calibration_examples: Count | None = Field(
@@ -74,8 +73,8 @@ class MixSettings(Settings):
     )
     attention: Literal["route", "mean"] | None = Field(
         None,
-        description="what LoRAs on attention become: route (default), experts with a router for each linear; or mean, "
-        "one LoRA, their exact mean, which can be exported",
+        description="LoRAs on attention: route (default), a router for each linear; or mean, one LoRA, which can be "
+        "exported",
     )
     mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
     add_to: Text | None = Field(

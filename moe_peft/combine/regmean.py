@@ -61,8 +61,16 @@ def regmean(
     Example:
 
     ```python
+    >>> import torch
+    >>> from peft import LoraConfig, get_peft_model
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from moe_peft import regmean
+    >>> for name in ("math", "code"):
+    ...     base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    ...     lora = get_peft_model(
+    ...         base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    ...     )
+    ...     lora.save_pretrained(name)
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
     >>> texts = {0: "What is 3 + 4?", 1: "Write a loop in Python.", 2: "Hello!"}

@@ -248,7 +248,7 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     for arguments_, message in (
         (["--model", "nowhere", "--data", "x.jsonl"], "--model='nowhere'"),
         (["--model", str(tmp_path / "base"), "--data", str(tmp_path / "data.jsonl")], "has no router"),
-        (["--model", "m", "--data", "d", "--expert-map", "[1]"], "expert_map=[1]: must be a mapping"),
+        (["--model", "m", "--data", "d", "--expert-map", "[1]"], "--expert-map=[1]: must be a mapping"),
     ):
         with pytest.raises(SystemExit):
             main(["inspect", *arguments_])

@@ -259,7 +259,7 @@ main(sys.argv[2:])
     [
         ("pydantic", "sft --config run.yaml", "train"),
         ("datasets", "mix --adapters {0} {0} --output mix", "train"),
-        ("httpx2", "pick --gate {0}", "pick"),
+        ("starlette", "pick --gate {0}", "pick"),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(missing, arguments, extra, tmp_path):

@@ -425,6 +425,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"model_name_or_path": None}, "model_name_or_path=None: name a model folder"),
     ({"label_column": "topic", "expert_map": MAPS}, "label_column='topic': dataset_name has only"),
     ({"load_in_4bit": True, "load_in_8bit": True}, "8 bit and 4 bit precision"),
+    ({"fp16": True, "bf16": False}, "fp16=True: a CPU does not train in float16"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys):
     assert message in refused("sft", tmp_path, {**case, **own}, capsys=capsys)

@@ -72,7 +72,6 @@ def merged(settings: dict, change: dict) -> dict:
             with_sft("router_init", lr_scheduler_type="cosine_with_min_lr"),
             "router_init.sft.lr_scheduler_kwargs={}: of 'cosine_with_min_lr': .*min_lr",
         ),
-        (with_sft("post_train", bf16=False, fp16=True), "post_train.sft.fp16=True: a CPU does not train in float16"),
         (with_sft("router_init", loss_type="dft"), "router_init.sft.loss_type='dft': stage 3 has the paper's loss"),
         (
             with_sft("router_init", label_smoothing_factor=0.1),
@@ -295,3 +294,12 @@ def test_given_adapters_of_another_base_are_a_warning(case, tmp_path, caplog):
         UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})).check()
     messages = [record.message for record in caplog.records if "prepare.adapters" in record.message]
     assert len(messages) == 1 and f"{folders[1]!r}: was trained on someone/else (main)" in messages[0]
+
+
+def test_float16_on_a_cpu_is_refused_where_it_runs(case, tmp_path):
+    """A plan may be for another machine."""
+    change = with_sft("post_train", bf16=False, fp16=True)
+    settings = merged({**case, "output_dir": str(tmp_path / "out")}, change)
+    with pytest.raises(InputError, match=r"^post_train\.sft\.fp16=True: a CPU"):
+        UpIT(recipe_from_dict(settings)).run()
+    assert not (tmp_path / "out").exists() and plan(UpIT(recipe_from_dict(settings)))

@@ -197,7 +197,7 @@ def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
     return supported and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
-class Routes(NamedTuple):
+class BatchRoutes(NamedTuple):
     """
     Experts and gates of a batch's tokens, and the sizes needed for the experts' products.
 
@@ -221,7 +221,7 @@ class Routes(NamedTuple):
     mixes_outputs: bool
     has_base: bool
 
-    def of(self, tokens: slice) -> Routes:
+    def of(self, tokens: slice) -> BatchRoutes:
         """Return the routes of some tokens."""
         return self._replace(experts=self.experts[tokens], gates=self.gates[tokens])
 

@@ -5,7 +5,7 @@ They hold the adapters' parameters, route tokens and follow PEFT's contract. `ex
 (`experts.lora.by_loop` is the definition). An FFN with LoRA experts i, from `MoELoraFFN.forward` on:
 
     x [T, d] ──┬── router: logits [T, n]
-               │     └── gates g and experts i             [T, k]   MoELoraLayer.route; Routes.dispatch
+               │     └── gates g and experts i             [T, k]   MoELoraLayer.route; BatchRoutes.dispatch
                └── base: gate = W_g x, up = W_u x          [T, f]   MoELoraFFN.input_projections
     mixing "projection":
         gate, up += s Σ_i g_i B_i A_i x, B and A of each   [T, f]   LoraExperts._updated, Dispatch.update
@@ -39,7 +39,7 @@ from torch import nn
 from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from ..utils.messages import InputError
-from .dispatch_choice import Routes
+from .dispatch_choice import BatchRoutes
 from .experts import Experts
 from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
@@ -151,7 +151,7 @@ class MoELoraLayer(BaseTunerLayer):
                 )
         return running
 
-    def route(self, adapter_name: str, x_TD: torch.Tensor, mixes_outputs: bool = False) -> Routes | None:
+    def route(self, adapter_name: str, x_TD: torch.Tensor, mixes_outputs: bool = False) -> BatchRoutes | None:
         """
         Route hidden states. Returns each token's experts and gates, or None if the adapter has a single expert, used by
         every token.
@@ -174,7 +174,7 @@ class MoELoraLayer(BaseTunerLayer):
             has_base, mixes_outputs = has_base or steering.has_base, mixes_outputs and steering.weights is None
             # Expert -1 is the base: record it with gate 0.
             record_choice(experts_TK.clamp(min=0), gates_TK * (experts_TK >= 0) if steering.has_base else gates_TK)
-        return Routes(
+        return BatchRoutes(
             experts_TK, gates_TK, spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs, has_base
         )
 

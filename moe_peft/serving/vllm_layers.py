@@ -22,7 +22,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..adapter.dispatch_choice import Routes
+from ..adapter.dispatch_choice import BatchRoutes
 from ..adapter.experts import Experts
 from ..adapter.experts.base import empty_parameters
 from ..adapter.ffn_layout import FFNLayout
@@ -155,12 +155,12 @@ class Host(nn.Module):
     def router_input(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM
 
-    def route(self, adapter: str, x_TM: torch.Tensor, mixes_outputs: bool = False) -> Routes | None:
+    def route(self, adapter: str, x_TM: torch.Tensor, mixes_outputs: bool = False) -> BatchRoutes | None:
         spec, router = self.spec, self.moe_lora_router
         if router is None:
             return None
         gates_TK, experts_TK = router.choose(router(self.router_input(x_TM)), spec.top_k, spec.normalize_top_k)
-        return Routes(
+        return BatchRoutes(
             experts_TK, gates_TK, spec.num_updates, spec.rank, self._unit, spec.scaling, mixes_outputs, spec.base_expert
         )
 
@@ -171,7 +171,7 @@ class Host(nn.Module):
 class _DenseFFN:
     """vLLM's FFN as experts call it. Its linears return no bias, and its activation is not fused."""
 
-    def __init__(self, ffn: MoELoraFFN, activation: str) -> None:
+    def __init__(self, ffn: VllmMoELoraFFN, activation: str) -> None:
         self._parts = ffn.gate_up_proj, ffn.act_fn, ffn.down_proj
         self.act_fn = ACT2FN[activation]
 
@@ -180,7 +180,7 @@ class _DenseFFN:
         return down_proj(act_fn(gate_up_proj(x_TD)))
 
 
-class MoELoraFFN(Host):
+class VllmMoELoraFFN(Host):
     """
     vLLM's FFN with experts. It replaces vLLM's module and keeps the names of its parts.
 
@@ -244,7 +244,7 @@ class _LinearHost(Host):
         return tensor_model_parallel_all_gather(x_TM) if self.gathers else x_TM
 
 
-class MoELoraLinears(nn.Module):
+class VllmMoELoraLinears(nn.Module):
     """
     Experts of one of vLLM's linears. A hook adds their updates to the linear's output, so the linear's weights keep
     their names.

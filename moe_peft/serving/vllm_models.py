@@ -24,7 +24,7 @@ from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
 from .vllm import ADAPTER_FIELD, DIGEST_FIELD, PREFIX, check_served, digest
-from .vllm_layers import Host, MoELoraFFN, MoELoraLinears
+from .vllm_layers import Host, VllmMoELoraFFN, VllmMoELoraLinears
 
 _PREFIX = "base_model.model."  # prefix of the names in an adapter's file
 _EXPERTS = ".moe_lora_"  # part of the names of a module's experts and router
@@ -68,11 +68,11 @@ class _MoELora(nn.Module):
                 for name, linear in [*getattr(layer, part).named_children()]:
                     projections = [f"{prefix}.{p}" for p in parts.get(name, [name])]
                     if any(projection in specs for projection in projections):
-                        routed = MoELoraLinears(linear, f"{prefix}.{name}", specs, projections)
+                        routed = VllmMoELoraLinears(linear, f"{prefix}.{name}", specs, projections)
                         contexts[routed.key] = routed
                 if prefix in specs:
                     activation = getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act
-                    layer.mlp = MoELoraFFN(prefix, specs[prefix], layer.mlp, parts["gate_up_proj"], activation)
+                    layer.mlp = VllmMoELoraFFN(prefix, specs[prefix], layer.mlp, parts["gate_up_proj"], activation)
                     contexts[prefix] = layer.mlp
         # Name of a tensor in the adapter → its name in vLLM's model, and the tensor.
         hosts = {path: module for path, module in self.named_modules() if isinstance(module, Host)}

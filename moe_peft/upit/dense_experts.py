@@ -38,7 +38,7 @@ from .routing_vectors import VECTORS, put_vectors
 logger = logging.getLogger("moe_peft")
 
 
-class DenseExperts(ExpertKind):
+class DenseStageKind(ExpertKind):
     """Experts that are complete FFNs, each in a dense model."""
 
     output = "model"

@@ -1,4 +1,4 @@
-"""Kinds of experts, as the stages use them. An expert is a folder; the kinds are `LoraExperts` and `DenseExperts`."""
+"""Kinds of experts, as the stages use them: `LoraStageKind` and `DenseStageKind`. An expert is a folder."""
 
 from __future__ import annotations
 

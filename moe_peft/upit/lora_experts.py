@@ -43,7 +43,7 @@ class _LoraConfig(LoraConfig):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
 
-class LoraExperts(ExpertKind):
+class LoraStageKind(ExpertKind):
     """Experts that are LoRA adapters of one base model."""
 
     output = "adapter"

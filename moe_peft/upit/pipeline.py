@@ -29,10 +29,10 @@ from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from .context import RunContext
-from .dense_experts import DenseExperts
+from .dense_experts import DenseStageKind
 from .evaluate import Evaluate
 from .experts import ExpertKind
-from .lora_experts import LoraExperts
+from .lora_experts import LoraStageKind
 from .recipe import Recipe
 from .stage_cache import MANIFEST, Artifacts, Stage, is_run, keep_own_files, outlook, run_stage
 from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
@@ -48,7 +48,7 @@ class Mode:
     stages: list[type[Stage]] = field(default_factory=lambda: [Prepare, Expand, Mean, RouterInit, PostTrain, Evaluate])
 
 
-MODES = {"lora": Mode(LoraExperts), "ffn": Mode(DenseExperts)}
+MODES = {"lora": Mode(LoraStageKind), "ffn": Mode(DenseStageKind)}
 
 
 class UpIT:

@@ -48,10 +48,10 @@ from ..utils.loading import without_zero3
 from ..utils.torch_contexts import free_memory
 from ..utils.validation import prefixed
 from .buckets import BUCKETS, Buckets, Seeds
-from .dense_experts import DenseExperts
+from .dense_experts import DenseStageKind
 from .experts import ExpertKind, Load
 from .files import expert_folders
-from .lora_experts import LoraExperts
+from .lora_experts import LoraStageKind
 from .recipe import TRAINED
 from .routing_vectors import is_vector, moved, record_scores
 
@@ -156,7 +156,7 @@ def _constant(step: int) -> float:
 
 def kind_of(folder: Path) -> type[ExpertKind]:
     """Return the kind of the expert in a folder."""
-    return LoraExperts if isinstance(open_folder(folder, "experts"), LoraFolder) else DenseExperts
+    return LoraStageKind if isinstance(open_folder(folder, "experts"), LoraFolder) else DenseStageKind
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from vllm import SamplingParams
 from benchmarks.pick import vllm_server
 from benchmarks.tracing import Trace
 from examples.demo.smollm2 import smollm2_folder
-from moe_peft.serving.vllm_layers import MoELoraLinears
+from moe_peft.serving.vllm_layers import VllmMoELoraLinears
 from tests.helpers.vllm_case import KINDS, NEW, PROMPTS, SIZE, distributions, engine, expected
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -157,7 +157,7 @@ def test_experts_of_linears_wait_for_nothing_at_any_number_of_tokens(tmp_path):
     adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"), **CASES["llama-attention"])
     llm = engine(tmp_path / "adapter")
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
-    routed = [module.to("meta") for module in model.modules() if isinstance(module, MoELoraLinears)]
+    routed = [module.to("meta") for module in model.modules() if isinstance(module, VllmMoELoraLinears)]
     assert len(routed) == 4
     for linears in routed:
         d = next(iter(linears.hosts[0].moe_lora_A.values())).shape[-1]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.lora_experts import LoraExperts
+from moe_peft.upit.lora_experts import LoraStageKind
 from moe_peft.upit.plan import plan
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
@@ -56,7 +56,7 @@ def test_given_loras_may_differ_in_rank_scaling_and_modules(tmp_path):
         torch.manual_seed(i)
         config = LoraConfig(**own, init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
-    LoraExperts(None).mean(folders, tmp_path / "mean")
+    LoraStageKind(None).mean(folders, tmp_path / "mean")
     check_mean(base, folders, tmp_path / "mean")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...routing.routers import RouterSettings
 from ...utils.messages import InputError
-from ..dispatch_choice import Routes
+from ..dispatch_choice import BatchRoutes
 from ..ffn_layout import FFNLayout
 
 # The shapes of the two tensors that hold the experts of one projection.
@@ -30,7 +30,7 @@ class LinearHost(Protocol):
     def expert_parameters(self, adapter_name: str, /) -> Matrices: ...
     def shared_parameters(self, adapter_name: str, /) -> Matrices: ...
     def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int, /) -> list[torch.Tensor]: ...
-    def route(self, adapter_name: str, x_TD: torch.Tensor, mixes_outputs: bool = False, /) -> Routes | None: ...
+    def route(self, adapter_name: str, x_TD: torch.Tensor, mixes_outputs: bool = False, /) -> BatchRoutes | None: ...
 
 
 class FFNHost(LinearHost, Protocol):

@@ -18,7 +18,7 @@ from ...utils.expert_likeness import update_gram
 from ...utils.messages import InputError
 from ...utils.torch_contexts import is_autocast, without_autocast
 from ..dispatch import Dispatch, statically_known
-from ..dispatch_choice import Routes, tokens_at_once
+from ..dispatch_choice import BatchRoutes, tokens_at_once
 from ..ffn_layout import FFNLayout
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
 from .base import Experts, FFNHost, LinearHost, Matrices, Shapes
@@ -74,7 +74,7 @@ class LoraExperts(Experts):
         ])  # fmt: skip
 
     @classmethod
-    def _ffn_output(cls, ffn: FFNHost, x_TD: torch.Tensor, routes: Mapping[str, Routes | None]) -> torch.Tensor:
+    def _ffn_output(cls, ffn: FFNHost, x_TD: torch.Tensor, routes: Mapping[str, BatchRoutes | None]) -> torch.Tensor:
         """Return the output of routed tokens. `routes` maps each adapter to its routes."""
         layout, specs, done, z_TF = ffn.layout, ffn.moe_lora_spec, [], None
 
@@ -136,7 +136,7 @@ class LoraExperts(Experts):
         chosen = self.target_projections
         return chosen is None or not chosen.isdisjoint(layout.inputs) or self.sum_of_gates_counts
 
-    def _decodes(self, ffn: FFNHost, adapter: str, routes: Routes, dtype: torch.dtype) -> bool:
+    def _decodes(self, ffn: FFNHost, adapter: str, routes: BatchRoutes, dtype: torch.dtype) -> bool:
         """
         Return whether `_decoded` applies: one token, by copies of its experts, without gradients, dropout or autocast.
         """
@@ -144,7 +144,7 @@ class LoraExperts(Experts):
             return False
         return routes.method(dtype) == "gather" and not (ffn.dropout_rate(adapter) or is_autocast(routes.gates))
 
-    def _decoded(self, ffn: FFNHost, adapter: str, routes: Routes, x_1D: torch.Tensor) -> torch.Tensor:
+    def _decoded(self, ffn: FFNHost, adapter: str, routes: BatchRoutes, x_1D: torch.Tensor) -> torch.Tensor:
         """
         Return the output of one token, without gradients. The code is straight-line, because Python takes most of the
         time here. The matrices of the token's k experts are copied.

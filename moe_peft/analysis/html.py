@@ -22,7 +22,7 @@ from ..utils.model_card import last_part
 from .figures import DPI, plot_bars, telling_layer
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
-from .texts import MOST_TOKENS, Texts
+from .texts import MOST_TOKENS, PaintedTexts
 from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
@@ -101,7 +101,7 @@ class Section:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = field(default_factory=list)
     figure: Path | None = None
-    texts: Texts | None = None
+    texts: PaintedTexts | None = None
 
 
 def write_page(
@@ -122,7 +122,7 @@ def write_page(
 
 
 def write_html(
-    statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path], texts: Texts
+    statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path], texts: PaintedTexts
 ) -> Path:
     """
     Write the page of `moe-peft inspect`: the files of `write_report` and the command's output, explained.
@@ -341,7 +341,7 @@ def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> S
     )
 
 
-def _texts(texts: Texts) -> Section:
+def _texts(texts: PaintedTexts) -> Section:
     text = (
         "The beginnings of a few texts. Each token has the color of the expert that served it, or of the one with the "
         "largest gate, in the layer that you pick; first it is the one whose experts' shares differ most. A token "

@@ -19,7 +19,7 @@ logger = logging.getLogger("moe_peft")
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReportData:
     """Tokenized examples with `input_ids` and `labels`, their domains if any, and the batches' collator and size."""
 
     data: Dataset
@@ -37,7 +37,7 @@ def load_rows(
     batch_size: int,
     max_length: int,
     max_examples: int | None,
-) -> Rows:
+) -> ReportData:
     """
     Load the examples that a command passes through a model.
 
@@ -71,7 +71,7 @@ def load_rows(
             data, len(dataset) - len(rows), len(dataset), max_length,
         )  # fmt: skip
     domains = [label_text(label) for label in rows[label_column]] if label_column else []
-    return Rows(rows, domains, collator, batch_size)
+    return ReportData(rows, domains, collator, batch_size)
 
 
 def describe(model: Any) -> dict[str, Any]:

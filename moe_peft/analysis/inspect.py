@@ -22,7 +22,7 @@ from ..utils.io import output_folder
 from ..utils.messages import InputError
 from ..utils.model_card import is_untrained_mixture
 from .html import EFFECTIVE, STRONGEST, numbering, strongest, write_html
-from .inputs import Rows, describe, load_rows
+from .inputs import ReportData, describe, load_rows
 from .inspect_settings import InspectSettings
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import is_report, replaced_report, write_report
@@ -58,7 +58,7 @@ def inspect_model(settings: InspectSettings) -> RoutingStatistics:
     return statistics
 
 
-def _recorded(model: Any, tokenizer: Any, rows: Rows, expert_map: Any, dtype: str) -> RoutingStatistics:
+def _recorded(model: Any, tokenizer: Any, rows: ReportData, expert_map: Any, dtype: str) -> RoutingStatistics:
     """Record the routing of all rows."""
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])

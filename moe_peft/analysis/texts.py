@@ -11,7 +11,7 @@ import torch
 from jinja2 import Environment
 from markupsafe import Markup
 
-from .inputs import Rows
+from .inputs import ReportData
 from .markup import STYLE, Pieces, legend, names_of, painted
 from .routes import Routes, record_routes
 
@@ -54,7 +54,7 @@ paint();  // a browser that loads the page again keeps what was picked
 
 
 @dataclass(frozen=True)
-class Texts:
+class PaintedTexts:
     """
     Sampled texts, with the experts of their tokens.
 
@@ -112,7 +112,7 @@ class Texts:
 
 
 @torch.no_grad()
-def sample_texts(model: Any, tokenizer: Any, rows: Rows) -> Texts:
+def sample_texts(model: Any, tokenizer: Any, rows: ReportData) -> PaintedTexts:
     """
     Sample the first few rows of each domain, or of the first 12 domains, and record their routing in plain passes.
     """
@@ -135,4 +135,4 @@ def sample_texts(model: Any, tokenizer: Any, rows: Rows) -> Texts:
             tokens.append(pieces.tokens)
     routes = tape.routes()
     assert routes is not None  # the model has routers: its routing was recorded
-    return Texts([domain for domain, _ in chosen], tokens, routes)
+    return PaintedTexts([domain for domain, _ in chosen], tokens, routes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from ..utils.messages import InputError, choice_error
-from ..utils.validation import Count, Flag, Integer, Settings, Text, Texts
+from ..utils.validation import Count, Flag, Integer, Settings, Text, TextList
 from .settings import SettingsParser, check_files, check_models
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class PickSettings(Settings):
     served_model_name: Text = Field("auto", title="NAME", description="the model that stands for the choice")
     max_body: Count = Field(64, description="MiB of a request")
     fit: Flag = Field(False, description="make the gate, and stop")
-    data: Texts | None = Field(
+    data: TextList | None = Field(
         None, title="FILE", description="requests that each adapter is for: a file for each, or one with --label-column"
     )
     label_column: Text | None = Field(None, title="NAME", description="column of --data with the adapters' names")
-    labels: Texts | None = Field(
+    labels: TextList | None = Field(
         None, title="NAME", description="the adapters' names; default: those of the files, or all of the column"
     )
     neutral: Text | None = Field(

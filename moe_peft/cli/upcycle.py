@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 
 from ..native.upcycle_config import UpcycleConfig
 from ..utils.messages import InputError
-from ..utils.validation import Count, Settings, Text, Texts
+from ..utils.validation import Count, Settings, Text, TextList
 from .settings import SettingsParser, check_files, check_models
 
 # Options in the short help.
@@ -41,7 +41,7 @@ _Config: Any = create_model("UpcycleConfig", __base__=Settings, **_FIELDS)
 class UpcycleSettings(_Config):
     """The settings of `moe-peft upcycle`."""
 
-    model: Texts = Field(title="NAME", description="folders or names of dense models")
+    model: TextList = Field(title="NAME", description="folders or names of dense models")
     output: Text = Field(title="FOLDER", description="folder for the MoE; new or empty")
     calibration: Text | None = Field(
         None, title="FILE", description="data for --router-init attention: a file, or a dataset's name"

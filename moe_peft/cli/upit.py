@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from ..upit.methods import METHODS
 from ..utils.messages import InputError
-from ..utils.validation import Flag, Settings, Text, Texts
+from ..utils.validation import Flag, Settings, Text, TextList
 from .settings import SettingsParser
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class UpitSettings(Settings):
     set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
     dry_run: Flag = Field(False, description="print the plan and stop")
     redo: Flag = Field(False, description="redo finished stages that no longer fit the recipe")
-    compare: Texts | None = Field(
+    compare: TextList | None = Field(
         None, title="FOLDER", description="print a table of finished runs, of results of sft too, and stop"
     )
     output: Text | None = Field(None, title="FILE", description="a .csv or .json file for the table")

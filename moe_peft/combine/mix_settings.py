@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ..utils.foreign import FOREIGN_TO_MIX
 from ..utils.messages import InputError
-from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
+from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, TextList
 
 OURS = "ours"  # value of `neutral` for the built-in list
 MOST_ALONE = 8  # up to this number, each expert is measured alone on all rows and has a column in tables
@@ -20,7 +20,7 @@ _OF_MIXTURES = {"gates", "prompts", "always", "top_k", "attention", "mixing", "k
 class Prompts(Settings):
     """Texts of requests for an expert (positive), and of requests not for it (negative)."""
 
-    positive: Texts
+    positive: TextList
     negative: list[Text] = Field([])
 
 
@@ -29,8 +29,10 @@ class MixSettings(Settings):
 
     foreign = FOREIGN_TO_MIX
     output: Text = Field(title="FOLDER", description="folder for the mixture; new or empty")
-    adapters: Texts | None = Field(None, title="PATH", description="LoRA adapters: folders, or names on the hub")
-    models: Texts | None = Field(None, title="PATH", description="dense models of one architecture, for a native MoE")
+    adapters: TextList | None = Field(None, title="PATH", description="LoRA adapters: folders, or names on the hub")
+    models: TextList | None = Field(
+        None, title="PATH", description="dense models of one architecture, for a native MoE"
+    )
     base: Text | None = Field(
         None, title="PATH", description="the adapters' base; default: the one that the first names"
     )
@@ -39,14 +41,14 @@ class MixSettings(Settings):
         description="moe (default): a mixture with gates; lora: one ordinary LoRA, their least-squares merge (RegMean)",
     )
     gates: Text = Field("ridge", title="NAME", description="ridge, prompts, arrow, or one of a plugin's")
-    labels: Texts | None = Field(
+    labels: TextList | None = Field(
         None, title="NAME", description="names of the experts; default: those of their folders"
     )
-    data: Texts | None = Field(
+    data: TextList | None = Field(
         None, title="FILE", description="calibration texts: one file with --label-column, or one per expert"
     )
     label_column: Text | None = Field(None, title="NAME", description="column of --data that holds the experts' names")
-    test_data: Texts | None = Field(
+    test_data: TextList | None = Field(
         None, title="FILE", description="held-out rows, like --data; default: rows of --data left over"
     )
     prompts: dict[Text, Prompts] | None = Field(

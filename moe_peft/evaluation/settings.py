@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..utils.validation import Flag, Integer, Number, Seed, Settings, Text, Texts, WeightSettings
+from ..utils.validation import Flag, Integer, Number, Seed, Settings, Text, TextList, WeightSettings
 
 
 def _folder(path: str) -> str:
@@ -53,7 +53,7 @@ class TaskSettings(Settings):
     ```
     """
 
-    tasks: Annotated[Texts, _joined_by_commas] = Field(
+    tasks: Annotated[TextList, _joined_by_commas] = Field(
         title="NAME", description="tasks, groups, tags, patterns or YAML files; commas may separate them"
     )
     include_path: Annotated[Text, AfterValidator(_folder)] | None = Field(

@@ -32,9 +32,9 @@ Sums = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Texts:
+class BatchLabels:
     """
-    Calibration texts of a batch.
+    Experts of a batch's calibration texts.
 
     Args:
         expert_B: the expert for each text, int64 [B].
@@ -59,9 +59,9 @@ class GateInit:
     >>> import torch
     >>> from moe_peft.models.gate_init import GATE_INITS, GateInit
     >>> class Means(GateInit):
-    ...     def sums(self, x_TD, texts):
-    ...         one_hot_TN = torch.eye(texts.num_experts).to(x_TD)[
-    ...             texts.expert_B[texts.text_T]
+    ...     def sums(self, x_TD, labels):
+    ...         one_hot_TN = torch.eye(labels.num_experts).to(x_TD)[
+    ...             labels.expert_B[labels.text_T]
     ...         ]
     ...         return {"x": one_hot_TN.T @ x_TD}
     ...
@@ -75,7 +75,7 @@ class GateInit:
     needs_texts: ClassVar[bool] = True
     top_k: ClassVar[int] = 1  # suitable number of experts per token for such gates
 
-    def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
+    def sums(self, x_TD: torch.Tensor, labels: BatchLabels) -> Sums:
         """Return the sums to add up over batches, from the inputs of a layer at real tokens, float64 [T, d]."""
         raise NotImplementedError
 
@@ -108,14 +108,14 @@ class RidgeGates(GateInit):
     temperature: float = 0.1
     by_expert: bool = False
 
-    def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
+    def sums(self, x_TD: torch.Tensor, labels: BatchLabels) -> Sums:
         if self.by_expert:
-            expert_T = torch.where(texts.negative_B, -1, texts.expert_B)[texts.text_T]
+            expert_T = torch.where(labels.negative_B, -1, labels.expert_B)[labels.text_T]
             parts = {expert: x_TD[expert_T == expert] for expert in sorted({*expert_T.tolist()})}
             products = {f"{expert}.xx": x_PD.T @ x_PD for expert, x_PD in parts.items()}
             return products | {f"{expert}.x": x_PD.sum(0) for expert, x_PD in parts.items() if expert >= 0}
-        target_BN = F.one_hot(texts.expert_B, texts.num_experts).to(x_TD) * ~texts.negative_B.unsqueeze(1)
-        return {"xx": x_TD.T @ x_TD, "xy": x_TD.T @ target_BN[texts.text_T]}
+        target_BN = F.one_hot(labels.expert_B, labels.num_experts).to(x_TD) * ~labels.negative_B.unsqueeze(1)
+        return {"xx": x_TD.T @ x_TD, "xy": x_TD.T @ target_BN[labels.text_T]}
 
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
         if self.by_expert:
@@ -144,14 +144,14 @@ class PromptGates(GateInit):
     top_k: ClassVar[int] = 2
     pooling: Literal["mean", "last"] = "mean"
 
-    def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
-        B, n = len(texts.expert_B), texts.num_experts
-        count_B = torch.bincount(texts.text_T, minlength=B)
+    def sums(self, x_TD: torch.Tensor, labels: BatchLabels) -> Sums:
+        B, n = len(labels.expert_B), labels.num_experts
+        count_B = torch.bincount(labels.text_T, minlength=B)
         if self.pooling == "mean":
-            x_BD = x_TD.new_zeros(B, x_TD.shape[1]).index_add_(0, texts.text_T, x_TD) / count_B.clamp(min=1)[:, None]
+            x_BD = x_TD.new_zeros(B, x_TD.shape[1]).index_add_(0, labels.text_T, x_TD) / count_B.clamp(min=1)[:, None]
         else:
             x_BD = x_TD[count_B.cumsum(0) - 1]
-        row_B = texts.expert_B + n * texts.negative_B  # negative texts follow the others
+        row_B = labels.expert_B + n * labels.negative_B  # negative texts follow the others
         member_2NB = F.one_hot(row_B, 2 * n).T.to(x_TD) * (count_B > 0)
         return {"x": member_2NB @ x_BD, "texts": member_2NB.sum(1)}
 
@@ -308,8 +308,8 @@ def _sums(
             experts_seen.update(expert_B[~negative_B].tolist())
         x_TD = double(x_BSD.reshape(-1, x_BSD.shape[-1])[mask_BS.flatten().bool()])
         text_T = mask_BS.nonzero()[:, 0].to(x_TD.device)
-        texts = Texts(expert_B.to(x_TD.device), negative_B.to(x_TD.device), text_T, n)
-        for name, value in way.sums(x_TD, texts).items():
+        labels = BatchLabels(expert_B.to(x_TD.device), negative_B.to(x_TD.device), text_T, n)
+        for name, value in way.sums(x_TD, labels).items():
             sums[i][name] = sums[i].get(name, 0) + value
 
     base_passes(model, () if batches is None else batches, modules, add)

@@ -20,11 +20,11 @@ from .introspection import backbone, expert_names
 from .layer import AdapterLayer, routed_layers
 
 Expert = int | str  # an index, or a name
-Rows = torch.Tensor | Expert | Sequence[Expert | None] | None
+ExpertsPerRow = torch.Tensor | Expert | Sequence[Expert | None] | None
 
 
 @contextmanager
-def force_experts(model: nn.Module, experts_B: Rows) -> Iterator[None]:
+def force_experts(model: nn.Module, experts_B: ExpertsPerRow) -> Iterator[None]:
     """
     Send every row of a batch through one expert, with gate 1, in all MoE layers, inside the `with` block.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..analysis.inputs import Rows
+from ..analysis.inputs import ReportData
 from ..models.introspection import RoutedPass, observed_routing
 from ..training.data import rows_of_labels
 from ..training.scoring import example_losses, loss_name, mean_loss
@@ -55,7 +55,7 @@ class Choices:
         return {"layers": hit_LT.mean(1).tolist(), "any_layer": float(hit_LT.any(0).mean())}
 
 
-def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[str, float]:
+def losses_of(model: Any, rows: ReportData, choices: Choices | None = None) -> dict[str, float]:
     """
     Compute the mean loss per scored token of each domain and, as `"mean"`, of all tokens. A domain called `"mean"`
     becomes `"mean (domain)"`.

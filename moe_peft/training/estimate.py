@@ -133,14 +133,14 @@ def print_estimates(
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCount:
     """Number of training rows, and their mean number of tokens."""
 
     count: int
     length: float
 
 
-def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
+def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> RowCount:
     """
     Count the training rows as the trainer prepares them: truncated, packed, and without rows that have no token to
     learn. Large datasets are estimated from about 500 rows.
@@ -155,7 +155,7 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
         sample = sample.select([i for i, length in enumerate(lengths) if length])
         lengths = list(filter(None, lengths))
     check_learnable("", sample, args)
-    return Rows(max(1, round(len(lengths) * len(data) / len(looked_at))), statistics.fmean(lengths))
+    return RowCount(max(1, round(len(lengths) * len(data) / len(looked_at))), statistics.fmean(lengths))
 
 
 def _pair_tokens(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], args: Any) -> int:

@@ -39,7 +39,7 @@ from ..utils.validation import (
     Settings,
     Share,
     Text,
-    Texts,
+    TextList,
     check_fields,
     prefixed,
     read_settings,
@@ -217,10 +217,10 @@ class PrepareSection(Settings):
         None, description="at equal intervals; null: as many as experts for uniform, else twice as many"
     )
     selection: Annotated[Text, name_in(SELECTIONS)] = Field("back_half", description="or uniform, front_half")
-    adapters: Texts | None = Field(
+    adapters: TextList | None = Field(
         None, description="LoRA adapter folders that are the experts; this stage is then skipped"
     )
-    checkpoints: Texts | None = Field(None, description="the same in mode ffn: dense model folders")
+    checkpoints: TextList | None = Field(None, description="the same in mode ffn: dense model folders")
     seed: Seed | None = None
     sft: Annotated[dict[str, Any], sft_of("prepare.sft")] = Field(default_factory=dict)
 

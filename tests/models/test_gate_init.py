@@ -134,10 +134,10 @@ def test_sums_add_up_to_the_bit_in_any_order_of_small_integers():
     """Order could only matter by rounding: where sums are exact, so are the gates."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(-4, 5, (6, D), generator=generator).double() for _ in range(5)]
-    from moe_peft.models.gate_init import Texts
+    from moe_peft.models.gate_init import BatchLabels
 
     sums = [
-        RidgeGates().sums(x, Texts(torch.tensor([i % N]), torch.tensor([False]), torch.zeros(6).long(), N))
+        RidgeGates().sums(x, BatchLabels(torch.tensor([i % N]), torch.tensor([False]), torch.zeros(6).long(), N))
         for i, x in enumerate(parts)
     ]
     total = {name: sum(part[name] for part in sums) for name in sums[0]}
@@ -279,8 +279,8 @@ def test_an_expert_without_updates_is_never_arrows_first_choice():
 
 def test_a_way_of_ones_own(monkeypatch):
     class Counts(GateInit):
-        def sums(self, x_TD, texts):
-            return {"count": torch.bincount(texts.expert_B[texts.text_T], minlength=texts.num_experts).double()}
+        def sums(self, x_TD, labels):
+            return {"count": torch.bincount(labels.expert_B[labels.text_T], minlength=labels.num_experts).double()}
 
         def gates(self, sums, updates):
             return sums["count"].unsqueeze(1).expand(-1, D)

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from trl import DPOConfig, SFTConfig, SFTTrainer
 
 from moe_peft import MoEDPOConfig, MoEDPOTrainer, MoELoraConfig, MoESFTConfig
-from moe_peft.training.estimate import Rows, count_rows, memory, training_line
+from moe_peft.training.estimate import RowCount, count_rows, memory, training_line
 from moe_peft.training.schedule import steps_and_rows
 from moe_peft.training.trainable import on_quantized
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
@@ -95,7 +95,7 @@ def test_a_tied_head_with_trained_rows_is_not_quantized(tmp_path):
 def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, tokenizer):
     kind = DPOConfig if "chosen" in row else SFTConfig
     args = kind(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None)
-    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, length)
+    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == RowCount(3, length)
     if "chosen" not in row:
         trainer = SFTTrainer(
             tiny_llama(hidden=8, layers=1), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
@@ -111,7 +111,7 @@ def test_rows_whose_answer_is_cut_away_are_not_counted(tmp_path, tokenizer):
     trainer = SFTTrainer(
         tiny_llama(hidden=8, layers=1), args, train_dataset=data, processing_class=copy.deepcopy(tokenizer)
     )
-    assert counted == Rows(len(trainer.train_dataset), 3.5) and counted.count == 800
+    assert counted == RowCount(len(trainer.train_dataset), 3.5) and counted.count == 800
     args.max_length = 1
     with pytest.raises(ValueError, match="max_length=1: no example keeps a token to learn from"):
         count_rows(data, tokenizer, args)
@@ -127,7 +127,7 @@ def test_pairs_whose_prompt_fills_the_context_are_not_counted(tmp_path, tokenize
         model = get_peft_model(tiny_llama(hidden=8, layers=1), config)
         return MoEDPOTrainer(model, args=args, train_dataset=data, processing_class=copy.deepcopy(tokenizer))
 
-    assert count_rows(data, tokenizer, args) == Rows(len(trainer().train_dataset), (4 + 5 + 6 + 6) / 2)
+    assert count_rows(data, tokenizer, args) == RowCount(len(trainer().train_dataset), (4 + 5 + 6 + 6) / 2)
     args.max_length = 2
     with pytest.raises(ValueError, match="max_length=2: no example keeps a token to learn from"):
         count_rows(data, tokenizer, args)
@@ -158,7 +158,7 @@ def test_tokens_are_those_of_the_chat_template_that_the_stage_names(tmp_path, to
 def test_each_answer_of_a_preference_is_cut(tmp_path, tokenizer):
     args = DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=6)
     row = {"prompt": "w3 w4", "chosen": " w5", "rejected": " w6 w7 w8 w9 w10"}
-    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, 4 + 6)
+    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == RowCount(3, 4 + 6)
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
@@ -194,7 +194,7 @@ def test_steps_are_the_trainers(fields, processes, expected, tmp_path, tokenizer
 def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, packing=True, packing_strategy=strategy, max_length=64)
     data = Dataset.from_list([{"text": " ".join(["w5"] * 511)}] * 10)  # 512 with the end
-    assert count_rows(data, tokenizer, args) == Rows(rows, 64.0)
+    assert count_rows(data, tokenizer, args) == RowCount(rows, 64.0)
 
 
 def test_the_schedule_is_named_as_it_is(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_peft.models.gate_init import ArrowGates, RidgeGates, Texts
+from moe_peft.models.gate_init import ArrowGates, BatchLabels, RidgeGates
 from moe_peft.routing.statistics import expert_counts
 from moe_peft.utils.expert_likeness import value_gram
 from moe_peft.utils.torch_contexts import double
@@ -28,7 +28,7 @@ class AppleGPU(TorchDispatchMode):
 
 def calibrate(way) -> None:
     x_TD = double(torch.randn(T, D, device="mps"))
-    way.sums(x_TD, Texts(torch.tensor([0, 1]), torch.tensor([False, False]), torch.arange(T) // (T // 2), 2))
+    way.sums(x_TD, BatchLabels(torch.tensor([0, 1]), torch.tensor([False, False]), torch.arange(T) // (T // 2), 2))
 
 
 CASES = {

@@ -10,7 +10,7 @@ from moe_peft.utils.validation import (
     Settings,
     Share,
     Text,
-    Texts,
+    TextList,
     check_fields,
     prefixed,
     read_settings,
@@ -29,7 +29,7 @@ class Run(Settings):
     section: Section
     other: Section | None = None
     data: Text | dict[str, object] = "x"
-    names: Texts = ["a"]  # noqa: RUF012
+    names: TextList = ["a"]  # noqa: RUF012
 
 
 def test_a_model_is_made_of_what_a_file_says():

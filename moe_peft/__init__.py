@@ -15,9 +15,9 @@ __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
 
 
 def _add_adapter_type(peft: Any) -> None:
-    from .adapter.registration import register
+    from .adapter.registration import register_moe_lora
 
-    register()
+    register_moe_lora()
 
 
 when_imported("peft", _add_adapter_type)

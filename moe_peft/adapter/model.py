@@ -201,7 +201,7 @@ class MoELoraModel(BaseTuner):
             if isinstance(module, TrainableTokensWrapper):
                 module.bias = None  # TRL's fused head reads it
         # Not in `_post_injection_hook`: a second `add_adapter` does not call it.
-        router_outputs.install(model)
+        router_outputs.install_hooks(model)
         router_outputs.sync_config(model, self.peft_config)
         if hasattr(model, "add_model_tags"):  # for the model card of any trainer
             cast(Any, model).add_model_tags(list(TAGS))
@@ -271,7 +271,7 @@ class MoELoraModel(BaseTuner):
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
-        router_outputs.uninstall(model)
+        router_outputs.uninstall_hooks(model)
         # Keep only the model's own tags. Without any, remove the attribute, as in the model's class.
         kept = [tag for tag in getattr(model, "model_tags", None) or [] if tag not in TAGS]
         model.__dict__.pop("model_tags", None)
@@ -447,7 +447,7 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
     """Return the settings of the module `name` of `model`."""
-    return config.expert_spec(name, router_outputs.text_config(model))
+    return config.expert_spec(name, router_outputs.language_config(model))
 
 
 def _refuse_kernels(name: str, model: nn.Module) -> None:

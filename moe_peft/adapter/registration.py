@@ -9,7 +9,7 @@ from peft.utils import register_peft_method
 NAME = "MOE_LORA"
 
 
-def register() -> None:
+def register_moe_lora() -> None:
     """Add `MOE_LORA` to the enum `PeftType` and register the method. A second call does nothing."""
     if NAME not in PeftType.__members__:
         _add_member()

@@ -49,7 +49,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
         return
     before = {name for name, _, _ in model.__dict__["_moe_lora_synced"] or ()}
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
-    config = text_config(model)
+    config = language_config(model)
     _ignore_at_inference(model, bool(routers))
     if not routers:
         _restore_fields(model)
@@ -81,7 +81,7 @@ def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
 
 
 def _restore_fields(model: nn.Module) -> None:
-    config = text_config(model)
+    config = language_config(model)
     for key in _keys(config):
         config.__dict__.pop(key, None)
     config.__dict__.update(model.__dict__["_moe_lora_base_fields"])
@@ -105,7 +105,7 @@ def _ignore_at_inference(model: Any, ignored: bool) -> None:
         delattr(model.config, field)
 
 
-def text_config(model: nn.Module) -> Any:
+def language_config(model: nn.Module) -> Any:
     """Return the config of a model's language part, or None."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -114,7 +114,7 @@ def text_config(model: nn.Module) -> Any:
 # --- the hooks ----------------------------------------------------------------------------------------------------
 
 
-def install(model: nn.Module) -> None:
+def install_hooks(model: nn.Module) -> None:
     """
     Register the hooks on a transformers model, once, and note its MoE-LoRA layers. Other modules are left unchanged. So
     are models with routed experts of their own: their fields and outputs describe their own experts.
@@ -128,7 +128,7 @@ def install(model: nn.Module) -> None:
     if is_installed(model):
         return
     model.__dict__["_moe_lora_synced"], model.__dict__["_moe_lora_written"] = None, {}
-    config = text_config(model)
+    config = language_config(model)
     model.__dict__["_moe_lora_base_fields"] = {k: config.__dict__[k] for k in _keys(config) if k in config.__dict__}
     model.__dict__["_moe_lora_handles"] = [
         handle
@@ -140,7 +140,7 @@ def install(model: nn.Module) -> None:
     ]
 
 
-def uninstall(model: nn.Module) -> None:
+def uninstall_hooks(model: nn.Module) -> None:
     """Remove the hooks and restore the config's own fields."""
     if not is_installed(model):
         return
@@ -172,7 +172,7 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bo
 
     # The call's argument, or else the config, decides on router logits. A dense model does not know the argument. TRL's
     # fused forward does, and adds transformers' balancing loss, which is NaN for a batch of padding alone.
-    config, fused = text_config(module), kwargs.get("fused_lm_head")
+    config, fused = language_config(module), kwargs.get("fused_lm_head")
     asked = kwargs.pop("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
@@ -185,7 +185,7 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bo
 def _overrides(module: nn.Module) -> dict[str, bool]:
     """Return arguments to keep a dense model of a MoE family from looking for router logits and adding its own loss."""
     records = "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
-    knows = hasattr(type(text_config(module)), "output_router_logits")
+    knows = hasattr(type(language_config(module)), "output_router_logits")
     return {"output_router_logits": False} if records or knows else {}
 
 
@@ -304,7 +304,7 @@ def _with_aux_loss(
             f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({lengths}), which make no "
             "balancing loss; set it to 0, or target modules that read every token once"
         )
-    config = text_config(model)
+    config = language_config(model)
     mask = collection.attention_mask
     if mask is not None:
         mask = mask[:, -(router_logits[0].shape[0] // mask.shape[0]) :].flatten()  # with a cache, its tokens come first

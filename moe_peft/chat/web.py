@@ -250,7 +250,7 @@ def blocks(page: Page, title: str, about: str) -> Any:
     return demo
 
 
-def serve(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int | None = None) -> None:
+def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int | None = None) -> None:
     """
     Serve the page until interrupted.
 

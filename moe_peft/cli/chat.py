@@ -73,7 +73,7 @@ def run(settings: ChatSettings) -> None:
     from ..analysis.inputs import describe
     from ..chat import Conversation
     from ..chat.terminal import Terminal
-    from ..chat.web import Page, import_gradio, serve
+    from ..chat.web import Page, import_gradio, serve_page
     from ..combine.request_gate import FILE as REQUEST_GATE
     from ..combine.request_gate import RequestGate
     from ..models.layer import routed_layers
@@ -110,7 +110,7 @@ def run(settings: ChatSettings) -> None:
         lines.append("no chat template: each question is continued as text, on its own")
     print(f"{settings.model}: {lines[0]}", *lines[1:], sep="\n")
     if settings.web:
-        serve(Page(begin), name, " · ".join(lines), settings.host or "127.0.0.1", settings.port)
+        serve_page(Page(begin), name, " · ".join(lines), settings.host or "127.0.0.1", settings.port)
     else:
         print("/help lists the commands")
         Terminal(conversation).run()

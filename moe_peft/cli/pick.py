@@ -143,7 +143,7 @@ def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
     """Read the requests of each adapter."""
     from ..native.folders import DenseFolder, NativeFolder, open_folder
     from ..routing.expert_map import label_text
-    from ..training.data import check_labels, check_rows, drawn, load_data, rows_of_labels
+    from ..training.data import check_label_values, check_rows, drawn, load_data, rows_of_labels
 
     files, column = settings.data or [], settings.label_column
     if column is None:
@@ -151,7 +151,7 @@ def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
         parts = {label: load_data(file, "--data", None) for label, file in zip(labels, files, strict=True)}
     else:
         data = load_data(files[0], "--data", column)
-        check_labels(data, "--data", column)
+        check_label_values(data, "--data", column)
         rows = rows_of_labels(map(label_text, data[column]))
         labels = list(map(label_text, settings.labels or rows))
         for label in labels:

@@ -46,7 +46,7 @@ def train_or_plan(options: Options, trainer_class: Any, adapter_rate: float) -> 
     if options.trains_adapter and not options.has_rate:
         options.training.learning_rate = adapter_rate
     if options.run.dry_run:
-        print_plan(options)
+        _print_costs(options)
     else:
         train_stages(options, trainer_class)
 
@@ -64,7 +64,7 @@ def train_stages(options: Options, trainer_class: Any) -> None:
     leave_processes()
 
 
-def print_plan(options: Options) -> None:
+def _print_costs(options: Options) -> None:
     """Print the cost of every stage, after all checks that need no weights."""
     stages = _checked_stages(options)
     data, _ = _load_splits(options, stages)

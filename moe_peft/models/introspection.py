@@ -39,7 +39,7 @@ def backbone(model: Any) -> Any:
 
 def text_config(model: Any) -> Any:
     """Return the config of the language part, with the MoE's fields (`num_experts_per_tok`, …)."""
-    return router_outputs.text_config(base_model(model))
+    return router_outputs.language_config(base_model(model))
 
 
 NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..native.folders import MoELoraFolder
 
 ADAPTER_FIELD = "moe_lora_adapter"  # field of the model's config: the adapter's folder
-DIGEST_FIELD = "moe_lora_digest"  # field of the model's config: `digest` of the adapter
+DIGEST_FIELD = "moe_lora_digest"  # field of the model's config: `adapter_digest` of the adapter
 PREFIX = "MoELora"  # prefix of our architectures' names
 # Architectures of supported base models. `vllm_models` makes their classes.
 ARCHITECTURES = (
@@ -79,7 +79,7 @@ def use_base(engine: Any, adapter: MoELoraFolder) -> None:
         **engine.hf_overrides,
         "architectures": [f"{PREFIX}{architecture}"],
         ADAPTER_FIELD: os.path.abspath(adapter.path),
-        DIGEST_FIELD: digest(adapter),
+        DIGEST_FIELD: adapter_digest(adapter),
     }
     if engine.tokenizer is None and adapter.has_tokenizer:
         engine.tokenizer = _tokenizer_folder(adapter)  # training may have changed its chat template and EOS token
@@ -101,7 +101,7 @@ def _tokenizer_folder(adapter: MoELoraFolder) -> str:
     return str(folder)
 
 
-def digest(adapter: MoELoraFolder) -> str:
+def adapter_digest(adapter: MoELoraFolder) -> str:
     """
     Return a hash of the adapter's config and tensor names. The graph that vLLM compiles and caches depends on them.
     """

@@ -23,7 +23,7 @@ from ..adapter.config import TOKEN_ROWS, MoELoraConfig, trained_tokens
 from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
-from .vllm import ADAPTER_FIELD, DIGEST_FIELD, PREFIX, check_served, digest
+from .vllm import ADAPTER_FIELD, DIGEST_FIELD, PREFIX, adapter_digest, check_served
 from .vllm_layers import Host, VllmMoELoraFFN, VllmMoELoraLinears
 
 _PREFIX = "base_model.model."  # prefix of the names in an adapter's file
@@ -47,7 +47,7 @@ class _MoELora(nn.Module):
             folder = open_folder(self.adapter, ADAPTER_FIELD, MoELoraFolder, base=vllm_config.model_config.model)
             parallel, lora = vllm_config.parallel_config, vllm_config.lora_config
             check_served(folder, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, lora is not None)
-            setattr(hf_config, DIGEST_FIELD, digest(folder))
+            setattr(hf_config, DIGEST_FIELD, adapter_digest(folder))
         self.moe_lora_config = config = cast(MoELoraConfig, read_adapter_config(self.adapter, self.source))
         with safe_open(Path(self.adapter, ADAPTER_WEIGHTS), "pt") as file:
             keys = file.keys()

@@ -396,7 +396,7 @@ def check_rows(
         raise InputError(f"{field}: column {name!r}: trainers treat a column of this name as token values; rename it")
     kept |= of_tokens | ({"tools"} & columns)
     if label_column:
-        check_labels(dataset, field, label_column)
+        check_label_values(dataset, field, label_column)
     for i, row in enumerate(dataset.select_columns(sorted(kept)), 1):
         where = f"{field}: row {i}"
         for name in of_tokens:
@@ -468,7 +468,7 @@ def _left_out(message: dict[str, Any], chat: str, is_last: bool) -> str | None:
     return None
 
 
-def check_labels(dataset: Dataset, field: str, column: str) -> None:
+def check_label_values(dataset: Dataset, field: str, column: str) -> None:
     """Check that a column has a string or a number in every row. NaN is refused: files have it for missing labels."""
     for i, value in enumerate(dataset[column], 1):
         if not (isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):

@@ -190,7 +190,7 @@ def test_settings_of_a_page_that_cannot_be_are_one_line(flags, line, folder, mon
 def test_the_space_serves_what_its_variables_say(folder, monkeypatch):
     served = []
     monkeypatch.setattr("moe_peft.chat.web.import_gradio", lambda: None)
-    monkeypatch.setattr("moe_peft.chat.web.serve", lambda *given: served.append(given))
+    monkeypatch.setattr("moe_peft.chat.web.serve_page", lambda *given: served.append(given))
     monkeypatch.delenv("MODEL", raising=False)
     with pytest.raises(SystemExit, match="MODEL: set this variable"):
         runpy.run_path(str(SPACE / "app.py"))
@@ -359,7 +359,7 @@ def test_on_the_page_an_answer_is_stopped_and_a_closed_tab_frees_the_model(begin
 
 def test_a_port_that_is_taken_is_one_line(url, begin):
     with pytest.raises(InputError, match=r"--port \d+: taken"):
-        web.serve(Page(begin), "", "", port=int(url.rpartition(":")[2]))
+        web.serve_page(Page(begin), "", "", port=int(url.rpartition(":")[2]))
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_the_page(begin, monkeypatch, capsys):
@@ -367,7 +367,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_page(begin, monkeypatch
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setattr(gradio.Blocks, "block_thread", gradio.Blocks.close)
-    web.serve(Page(begin), "", "")
+    web.serve_page(Page(begin), "", "")
     assert "open http://127.0.0.1:" in capsys.readouterr().out
 
 

@@ -27,7 +27,7 @@ import torch
 
 from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, statically_known
 
-Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
+DispatchMethod = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
 # A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
 _METHODS: dict[str, Callable[..., Dispatch]] = {
     "dense": partial(Dense, all_columns=True),
@@ -103,11 +103,11 @@ def device_kind(device: torch.device) -> str:
     return "gpu"
 
 
-_pinned: Method = "auto"
+_pinned: DispatchMethod = "auto"
 
 
 @contextmanager
-def pin_dispatch(method: Method) -> Iterator[None]:
+def pin_dispatch(method: DispatchMethod) -> Iterator[None]:
     """
     Compute the experts inside the `with` block by one fixed method, whatever the number of tokens.
 
@@ -151,7 +151,7 @@ def choose_method(
     dtype: torch.dtype,
     mixes_outputs: bool,
     device: torch.device,
-) -> Method:
+) -> DispatchMethod:
     """
     Return the fastest method for a batch.
 
@@ -235,7 +235,7 @@ class BatchRoutes(NamedTuple):
         updated_TK = (self.experts >= 0) & (self.experts < self.num_experts)
         return self.experts.clamp(0, self.num_experts - 1), updated_TK
 
-    def method(self, dtype: torch.dtype) -> Method:
+    def method(self, dtype: torch.dtype) -> DispatchMethod:
         """Return the method set by `pin_dispatch`, or the fastest for the batch's size. Return dense for no tokens."""
         tokens, k = self.experts.shape
         if statically_known(tokens == 0):  # batched and grouped products without rows depend on the device

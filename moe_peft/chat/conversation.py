@@ -24,7 +24,7 @@ from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts, serve_alone
 from ..utils.messages import InputError, choice_error, one_line
 
-Kind = Literal["auto", "picked", "expert", "forbid", "base"]
+SteeringKind = Literal["auto", "picked", "expert", "forbid", "base"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ class Conversation:
         self.answers: list[Answer] = []
         n = max((layer.num_experts for layer in routed_layers(model)), default=0)
         self.experts = (expert_names(model) or [str(i) for i in range(n)]) if n else []
-        self._kind: Kind = "auto" if pick is None else "picked"
+        self._kind: SteeringKind = "auto" if pick is None else "picked"
         self._steered: list[int] = []
         self._stop = threading.Event()
         if system is not None:
@@ -200,7 +200,7 @@ class Conversation:
         names = ", ".join(self.experts[expert] for expert in self._steered)
         return {"expert": f"expert {names}", "forbid": f"without {names}"}.get(self._kind, self._kind)
 
-    def steer(self, kind: Kind, experts: Expert | Sequence[Expert] = ()) -> None:
+    def steer(self, kind: SteeringKind, experts: Expert | Sequence[Expert] = ()) -> None:
         """
         Set the routing of all further answers.
 
@@ -214,8 +214,8 @@ class Conversation:
         """
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts
-        if kind not in get_args(Kind):
-            raise InputError(choice_error("kind", kind, get_args(Kind)))
+        if kind not in get_args(SteeringKind):
+            raise InputError(choice_error("kind", kind, get_args(SteeringKind)))
         if kind in ("expert", "forbid") and not self.experts:
             raise InputError("the model has no router: every token takes the same path")
         if (kind == "expert" and len(given) != 1) or (kind == "forbid" and not given):

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..analysis.routes import PALETTE, Routes, percent
 from ..utils.messages import InputError
-from .conversation import Answer, Conversation, Kind
+from .conversation import Answer, Conversation, SteeringKind
 
 _MOST_ROUTERS = 8  # most routers that `/why 12` shows
 
@@ -218,7 +218,7 @@ class Terminal:
         text.rstrip()
         return text
 
-    def steer(self, kind: Kind, names: str) -> None:
+    def steer(self, kind: SteeringKind, names: str) -> None:
         given = [name.strip() for name in names.split(",") if name.strip()]
         self.conversation.steer(kind, names if names in self.conversation.experts else given)
         self._compare()

@@ -14,10 +14,10 @@ from peft import PeftModel
 from ..analysis.markup import STYLE, legend, painted
 from ..models.layer import router_names
 from ..utils.messages import InputError
-from .conversation import Answer, Conversation, Kind
+from .conversation import Answer, Conversation, SteeringKind
 
 DECISIVE, MEAN = "most decisive layer", "mean of all layers"
-_STEERING: dict[Kind, str] = {
+_STEERING: dict[SteeringKind, str] = {
     "picked": "one expert for each question", "auto": "routers choose", "expert": "one expert for all tokens",
     "forbid": "without these experts", "base": "base",
 }  # fmt: skip
@@ -58,7 +58,7 @@ class Page:
         return Visit(self.begin())
 
     def ask(
-        self, visit: Visit, question: str, kind: Kind, experts: Sequence[str], layer: str
+        self, visit: Visit, question: str, kind: SteeringKind, experts: Sequence[str], layer: str
     ) -> Iterator[tuple[str, str]]:
         """
         Answer a question. Yield the earlier turns and the last one as HTML, repeatedly while the answer grows.
@@ -80,7 +80,9 @@ class Page:
                 yield earlier, _turn(question, [_answer(visit.conversation.steering, text)])
         yield self.shown(visit, layer)
 
-    def ask_again(self, visit: Visit, kind: Kind, experts: Sequence[str], layer: str) -> Iterator[tuple[str, str]]:
+    def ask_again(
+        self, visit: Visit, kind: SteeringKind, experts: Sequence[str], layer: str
+    ) -> Iterator[tuple[str, str]]:
         """Answer the last question again, like `ask`. Its two answers are shown beside each other."""
         conversation = visit.conversation
         if not conversation.answers:
@@ -111,9 +113,9 @@ class Page:
         return "", ""
 
     @property
-    def kinds(self) -> list[tuple[str, Kind]]:
+    def kinds(self) -> list[tuple[str, SteeringKind]]:
         """Ways to steer this model, with their labels on the page."""
-        possible: list[Kind] = [] if self.sample.pick is None else ["picked"]
+        possible: list[SteeringKind] = [] if self.sample.pick is None else ["picked"]
         possible += ["auto", *(("expert", "forbid") if self.sample.experts else ())]  # type: ignore[list-item]
         if isinstance(self.sample.model, PeftModel):
             possible.append("base")
@@ -125,7 +127,7 @@ class Page:
         names = [f"{i}: {name}" for i, name in enumerate(router_names(self.sample.model))]
         return [(DECISIVE, DECISIVE), (MEAN, MEAN), *((name, str(i)) for i, name in enumerate(names))]
 
-    def _steer(self, visit: Visit, kind: Kind, experts: Sequence[str]) -> None:
+    def _steer(self, visit: Visit, kind: SteeringKind, experts: Sequence[str]) -> None:
         visit.conversation.steer(kind, experts if kind in ("expert", "forbid") else ())
 
     def _turns(self, answers: Sequence[Answer], layer: str) -> str:

@@ -26,7 +26,7 @@ from ..models.layer import native_layers
 from ..native.base import Base
 from ..native.folders import MoELoraFolder, open_folder
 from ..training.resuming import names_checkpoint
-from ..training.router_config import RouterLossConfig, Stage
+from ..training.router_config import RouterLossConfig, TrainedPart
 from ..utils.foreign import FOREIGN
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_keys
@@ -291,7 +291,7 @@ class TrainingParser(GroupedParser, TrlParser):
 
 # --- stages of training ----------------------------------------------------------------------------------------------
 
-_STAGES = get_args(Stage)
+_STAGES = get_args(TrainedPart)
 # Setting of a stage → common setting that it replaces: the other dtype, or the same setting by its other name.
 _REPLACES = {
     "bf16": "fp16",

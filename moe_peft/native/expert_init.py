@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .upcycle_config import INITIALISATION_READS as INITIALISATION_READS
-from .upcycle_config import RouterInit
+from .upcycle_config import InitialGates
 
 
 class FFN(NamedTuple):
@@ -109,7 +109,7 @@ def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[
     return list(torch.randperm(f, generator=generator).view(granularity, -1))
 
 
-def router_weight(method: RouterInit, n: int, d: int, generator: torch.Generator, std: float = 0.02) -> torch.Tensor:
+def router_weight(method: InitialGates, n: int, d: int, generator: torch.Generator, std: float = 0.02) -> torch.Tensor:
     """
     Return a linear gate [n, d], float32: `"zeros"`, `"normal"` N(0, std²), or `"uniform"` U(-√3·std, √3·std), with the
     same standard deviation.

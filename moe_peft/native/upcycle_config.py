@@ -9,7 +9,7 @@ from ..utils.io import parse_size
 from ..utils.messages import InputError, choice_error
 from ..utils.settings import Range, check_settings, setting
 
-RouterInit = Literal["normal", "uniform", "zeros", "given", "attention"]
+InitialGates = Literal["normal", "uniform", "zeros", "given", "attention"]
 Split = Literal["partition", "independent"]
 # The settings of `ExpertInit` that each initialization reads.
 INITIALISATION_READS: dict[str, tuple[str, ...]] = {
@@ -44,7 +44,7 @@ def router_inits() -> tuple[str, ...]:
     from ..models.gate_init import GATE_INITS
 
     of_texts = [name for name, way in GATE_INITS.items() if way.needs_texts and way.router_type == "linear"]
-    return (*get_args(RouterInit), *of_texts)
+    return (*get_args(InitialGates), *of_texts)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class UpcycleConfig:
     )
     num_shared_experts: int = setting(0, "fine-grained experts that are always active", _COUNT_OR_NONE)
     weight_scaling: bool = setting(True, "keep the size of the FFN's output")
-    router_init: str = setting("normal", f"initial gates: {', '.join(get_args(RouterInit))}")
+    router_init: str = setting("normal", f"initial gates: {', '.join(get_args(InitialGates))}")
     router_init_std: float = setting(0.02, "standard deviation of random gates", _SIZE)
     router_num_heads: int | None = setting(None, "attention: groups of heads (m)", _COUNT)
     router_weights: str | None = setting(None, "safetensors file with the given gates")

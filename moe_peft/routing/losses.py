@@ -18,7 +18,7 @@ import torch
 from .gates import check_top_k, stacked
 
 Scope = Literal["global", "layer"]
-Mean = Callable[[torch.Tensor], torch.Tensor]
+ProcessMean = Callable[[torch.Tensor], torch.Tensor]
 
 
 def balancing_loss(
@@ -26,7 +26,7 @@ def balancing_loss(
     k: int,
     mask_T: torch.Tensor | None = None,
     scope: Scope = "layer",
-    mean: Mean | None = None,
+    mean: ProcessMean | None = None,
     sizes: Sequence[int] | None = None,
     chosen: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -135,7 +135,7 @@ def label_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_T
     return -log_p_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1).mean(0)
 
 
-def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: Mean) -> torch.Tensor:
+def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: ProcessMean) -> torch.Tensor:
     """Return each token's weight in a mean, [T]."""
     tokens = probabilities_LTN.shape[1]
     if mask_T is not None and mask_T.shape != (tokens,):  # else it would be broadcast
@@ -171,7 +171,7 @@ class RouterBatch:
     scope: Scope = "layer"
     allowed: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
-    mean: Mean | None = None
+    mean: ProcessMean | None = None
     sizes: Sequence[int] | None = None
     chosen: Sequence[torch.Tensor] | None = None
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("moe_peft")
 
 # --- config ----------------------------------------------------------------------------------------------------------
 
-Stage = Literal["joint", "routers", "rest"]
+TrainedPart = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]
 Schedule = Literal["constant", "three_phase", "step_decay"]
 
@@ -42,7 +42,7 @@ _Coefficients: Any = make_dataclass(
 # Fields with a fixed set of values.
 _CHOICES = {
     "router_balancing": (*get_args(Scope), None),
-    "training_stage": get_args(Stage),
+    "training_stage": get_args(TrainedPart),
     "router_schedule": get_args(Schedule),
     "router_label_tokens": get_args(LabelTokens),
 }
@@ -101,7 +101,7 @@ class RouterLossConfig(_Coefficients):
     router_global_batch: bool = field(
         default=False, metadata={"help": "Balance the batches of all processes together."}
     )
-    training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
+    training_stage: TrainedPart = field(default="joint", metadata={"help": "What is trained."})
     router_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the routers. None: the same as the rest."}
     )

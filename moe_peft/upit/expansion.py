@@ -16,8 +16,8 @@ import torch
 
 from ..utils.messages import InputError
 
-Expert = Mapping[str, torch.Tensor]
-Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
+ExpertTensors = Mapping[str, torch.Tensor]
+Merge = Callable[[ExpertTensors, ExpertTensors, float, float, torch.Generator], ExpertTensors]
 Similarity = Literal["update", "values"]
 Expansion = Literal["genetic", "random", "none"]
 
@@ -33,12 +33,12 @@ class Descent:
     similarity: float | None  # of the parents; None if the pair was random
 
 
-def values_inner(a: Expert, b: Expert) -> float:
+def values_inner(a: ExpertTensors, b: ExpertTensors) -> float:
     """Return the inner product of the flattened parameters, in float64."""
     return sum(float(torch.dot(a[name].flatten().double(), b[name].flatten().double())) for name in sorted(a))
 
 
-def update_inner(a: Expert, b: Expert, scaling: Mapping[str, float] | None = None) -> float:
+def update_inner(a: ExpertTensors, b: ExpertTensors, scaling: Mapping[str, float] | None = None) -> float:
     """
     Return the inner product of the LoRA updates s B A over all modules, in float64.
 
@@ -74,7 +74,7 @@ def dare_tensor(
 
 
 def dare_merge(
-    a: Expert, b: Expert, alpha: float, drop_rate: float, generator: torch.Generator
+    a: ExpertTensors, b: ExpertTensors, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """
     Merge two experts by DARE: `DARE(α a, (1-α) b)`. Drop each entry of each parent with probability `drop_rate`, divide
@@ -94,7 +94,7 @@ def dare_merge(
 
 
 def expand(
-    experts: Sequence[Expert],
+    experts: Sequence[ExpertTensors],
     num_experts: int,
     *,
     method: Expansion = "genetic",
@@ -103,7 +103,7 @@ def expand(
     seed: int = 0,
     scaling: Mapping[str, float] | None = None,
     merge: Merge = dare_merge,
-) -> tuple[list[Expert], list[Descent]]:
+) -> tuple[list[ExpertTensors], list[Descent]]:
     """
     Make more experts from the given ones (UpIT, Algorithm 2). Merge the least similar pair of all experts so far by
     DARE with a random weight, until there are `num_experts`.
@@ -148,7 +148,7 @@ def _cosine(gram: list[list[float]], j: int, k: int) -> float:
     return gram[k][j] / norms if norms else 0.0  # a zero expert is similar to none
 
 
-def _check(experts: Sequence[Expert], num_experts: int, method: Expansion) -> None:
+def _check(experts: Sequence[ExpertTensors], num_experts: int, method: Expansion) -> None:
     """Raise a ValueError if the experts cannot be expanded to `num_experts`, or hold NaN or infinity."""
     m = len(experts)
     if not 1 <= m <= num_experts:
@@ -164,5 +164,5 @@ def _check(experts: Sequence[Expert], num_experts: int, method: Expansion) -> No
                 raise InputError(f"experts[{i}]: {name} holds NaN or infinity; train or save it again")
 
 
-def _layout(expert: Expert) -> dict[str, tuple]:
+def _layout(expert: ExpertTensors) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in expert.items()}

@@ -26,7 +26,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, RequestGate, init_gates, lora_to_moe
-from moe_peft.combine.held_out import Parts, score
+from moe_peft.combine.held_out import HeldOutRows, score
 from moe_peft.models.gates import uniform_gates
 from tests.helpers.words import word_tokenizer
 
@@ -135,7 +135,7 @@ def mixing(sizes: Sequence[int], folder: Path) -> list[str]:
         ]
         ids = [tokenizer(text)["input_ids"] for text in held_out]
         data = Dataset.from_dict({"input_ids": ids, "labels": [[-100] * 6 + row[6:] for row in ids]})
-        parts = Parts(data, {str(i): range(4 * i, 4 * i + 4) for i in range(n)}, partial(padded, tokenizer), 8)
+        parts = HeldOutRows(data, {str(i): range(4 * i, 4 * i + 4) for i in range(n)}, partial(padded, tokenizer), 8)
         seconds = {}
         mixed, seconds["lora_to_moe"] = timed(lora_to_moe, base(), [folder / "lora"] * n, top_k=1)
         _, seconds["ridge gates"] = timed(init_gates, mixed, "ridge", batches)

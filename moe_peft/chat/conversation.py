@@ -21,7 +21,7 @@ from ..analysis.markup import STYLE, Pieces, legend, painted
 from ..analysis.routes import Routes, record_routes
 from ..models.introspection import end_tokens, expert_names, greedy_decoding, text_config
 from ..models.layer import routed_layers
-from ..models.steering import Expert, allow_experts, force_experts, serve_alone
+from ..models.steering import Expert, allow_experts, force_experts, only_expert
 from ..utils.messages import InputError, choice_error, one_line
 
 SteeringKind = Literal["auto", "picked", "expert", "forbid", "base"]
@@ -261,7 +261,7 @@ class Conversation:
         if self._kind == "picked" and self.pick is not None:
             (expert,) = self.pick([question])
             steering, by_base = f"picked: {expert or 'base'}", expert is None
-            routing = serve_alone(self.model, expert)
+            routing = only_expert(self.model, expert)
         length = self._longest(prompt_1S.shape[1])
         self._stop.clear()
         run, pieces = _Run(self._stop), Pieces(self.tokenizer)

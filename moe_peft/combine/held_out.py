@@ -21,7 +21,7 @@ from ..analysis.recorder import RoutingStatistics
 from ..models.gates import uniform_gates
 from ..models.introspection import end_tokens, greedy_decoding, observed_routing
 from ..models.layer import AdapterLayer, routed_layers
-from ..models.steering import common_size, force_experts, serve_alone
+from ..models.steering import common_size, force_experts, only_expert
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
 from ..utils.messages import InputError, one_line
 from ..utils.torch_contexts import evaluating
@@ -36,9 +36,9 @@ MERGED = "one LoRA (RegMean)"
 
 
 @dataclass(frozen=True)
-class Judge:
+class AnswerChecker:
     """
-    Judges generated answers with the user's function, instead of comparing answers word for word.
+    Checks generated answers with the user's function, instead of comparing answers word for word.
 
     Args:
         is_right: the user's function of an answer's text and its row.
@@ -83,7 +83,7 @@ def _last_answer(labels: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Parts:
+class HeldOutRows:
     """
     Tokenized held-out rows.
 
@@ -97,7 +97,7 @@ class Parts:
     by_label: Mapping[str, Sequence[int]]
     collator: Collator
     batch_size: int
-    judge: Judge | None = None
+    judge: AnswerChecker | None = None
 
     @property
     def have_answers(self) -> bool:
@@ -143,7 +143,7 @@ Scored = dict[str, Answers]  # by label
 
 def score(
     model: Any,
-    parts: Parts,
+    parts: HeldOutRows,
     statistics: RoutingStatistics | None = None,
     experts: Sequence[int | None] | None = None,
 ) -> Scored:
@@ -170,7 +170,7 @@ def score(
             chosen = [experts[row] for row in batch]
             context = force_experts(model, chosen)
             if by_expert:
-                context = serve_alone(model, chosen[0])
+                context = only_expert(model, chosen[0])
         with context:
             rows = parts.rows.select(batch)
             found = example_answers(model, rows, parts.collator, rows=len(batch))
@@ -184,7 +184,7 @@ def score(
 
 def score_mixture(
     model: Any,
-    parts: Parts,
+    parts: HeldOutRows,
     gates: str,
     labels: Sequence[str],
     request_gate: RequestGate | None = None,
@@ -224,11 +224,11 @@ def score_mixture(
     return _held_out(scored, parts, labels, shares, lost, to_base, reached)
 
 
-def score_ways(model: Any, parts: Parts, labels: Sequence[str]) -> dict[str, Scored]:
+def score_ways(model: Any, parts: HeldOutRows, labels: Sequence[str]) -> dict[str, Scored]:
     """Return the answers of a mixture's base, each expert alone, the experts' mean, and each row's own expert."""
     ways: dict[str, AbstractContextManager] = {BASE: model.disable_adapter()}
     if len(labels) <= MOST_ALONE:
-        ways |= {label: serve_alone(model, i) for i, label in enumerate(labels)}
+        ways |= {label: only_expert(model, i) for i, label in enumerate(labels)}
     ways[MEAN_OF_ADAPTERS] = uniform_gates(model, "projection")
     scored = {}
     for way, context in tqdm(ways.items(), desc="ways to answer"):
@@ -241,7 +241,7 @@ def score_ways(model: Any, parts: Parts, labels: Sequence[str]) -> dict[str, Sco
     return scored
 
 
-def score_merged(model: Any, parts: Parts, labels: Sequence[str], others: Mapping[str, Scored]) -> HeldOut:
+def score_merged(model: Any, parts: HeldOutRows, labels: Sequence[str], others: Mapping[str, Scored]) -> HeldOut:
     """
     Measure a merged LoRA on held-out rows, and compare it with the other ways to answer.
 
@@ -254,7 +254,7 @@ def score_merged(model: Any, parts: Parts, labels: Sequence[str], others: Mappin
 
 
 def _held_out(
-    scored: Mapping[str, Scored], parts: Parts, labels: Sequence[str], shares: dict[str, float], lost: float,
+    scored: Mapping[str, Scored], parts: HeldOutRows, labels: Sequence[str], shares: dict[str, float], lost: float,
     general: float | None, reached: dict[str, list[float]],
 ) -> HeldOut:  # fmt: skip
     losses, right = {}, {}

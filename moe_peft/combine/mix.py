@@ -60,7 +60,7 @@ from .mix_settings import MOST_ALONE, MixSettings
 from .regmean import regmean
 from .request_gate import BASE, RequestGate, absolute
 from .request_gate import FILE as REQUEST_GATE
-from .texts import Source, neutral_texts
+from .texts import CalibrationData, neutral_texts
 
 REPORT = "mix.json"
 logger = logging.getLogger("moe_peft")
@@ -143,7 +143,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             check_same_tokens(part, parts[0])
         warn_of_templates(parts)
         former = read_sums(mixture.folder, mixture.gates) if mixture and settings.gates == "ridge" else None
-        source = Source(settings, labels, tokenizer, joins=former is not None)
+        source = CalibrationData(settings, labels, tokenizer, joins=former is not None)
         calibration, held_out = source.split()
         _say_cost(calibration, held_out, labels)
         batches = source.batches(calibration)
@@ -183,7 +183,7 @@ def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         for adapter in adapters[1:]:
             check_same_tokens(adapter, adapters[0])
         warn_of_templates(adapters)
-        source = Source(settings, labels, tokenizer)
+        source = CalibrationData(settings, labels, tokenizer)
         calibration, held_out = source.split()
         assert calibration is not None and held_out is not None
         parts = source.parts(held_out)
@@ -233,7 +233,11 @@ def _check_loras(loras: Sequence[LoraFolder]) -> None:
 
 
 def _joined_model(
-    settings: MixSettings, base: Any, mixture: MoELoraFolder | None, adapters: Sequence[LoraFolder], source: Source
+    settings: MixSettings,
+    base: Any,
+    mixture: MoELoraFolder | None,
+    adapters: Sequence[LoraFolder],
+    source: CalibrationData,
 ) -> Any:
     """Return the base with a new mixture of the adapters, or with the mixture `add_to` and its new expert."""
     paths = [adapter.path for adapter in adapters]
@@ -247,7 +251,7 @@ def _joined_model(
 
 
 def _renumbered(
-    former: Sequence[Sums], source: Source, batches: list[dict[str, Any]] | None, num_experts: int
+    former: Sequence[Sums], source: CalibrationData, batches: list[dict[str, Any]] | None, num_experts: int
 ) -> list[Sums] | None:
     """
     Return the sums of a mixture's experts, renumbered to leave a place for the new expert. None if the batches have
@@ -292,7 +296,7 @@ def _keeps_sums(settings: MixSettings, model: Any) -> bool:
 
 
 def _request_gate(
-    source: Source, model: Any, calibration: Dataset | None, mixture: MoELoraFolder | None
+    source: CalibrationData, model: Any, calibration: Dataset | None, mixture: MoELoraFolder | None
 ) -> RequestGate | None:
     """Return the gate for requests. None without texts, or if the mixture `add_to` has no such gate."""
     requests, settings = source.requests(calibration), source.settings
@@ -347,7 +351,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     paths = settings.models or []
     models = [open_folder(path, "models", DenseFolder) for path in paths]
     warn_of_templates([model for model in models if model is models[0] or model.has_tokenizer])
-    source = Source(settings, labels, models[0].tokenizer)
+    source = CalibrationData(settings, labels, models[0].tokenizer)
     calibration, held_out = source.split()
     parts = None if held_out is None else source.parts(held_out)
     config = UpcycleConfig(

@@ -19,7 +19,7 @@ from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import reading
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
-from .held_out import Judge, Parts
+from .held_out import AnswerChecker, HeldOutRows
 from .mix_settings import OURS, MixSettings
 from .request_gate import Request, read_neutral, request_of, request_text
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("moe_peft")
 
 
 @dataclass(frozen=True)
-class Source:
+class CalibrationData:
     """
     Reads the experts' texts, from `--data`, `--test-data` or prompts.
 
@@ -178,7 +178,7 @@ class Source:
                 found.setdefault(self.labels[row["expert"]], []).append(request)
         return found
 
-    def parts(self, held_out: Dataset) -> Parts:
+    def parts(self, held_out: Dataset) -> HeldOutRows:
         args = preparation(self.settings.max_length)
         given = held_out.to_list()
         held_out = held_out.add_column("request", [request_text(request_of(row)) for row in given])
@@ -187,12 +187,12 @@ class Source:
         check_learnable("held-out rows", rows, args)
         of_label = rows_of_labels(rows["expert"])
         by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
-        parts = Parts(rows, by_label, collator, self.settings.batch_size)
+        parts = HeldOutRows(rows, by_label, collator, self.settings.batch_size)
         if (name := self.settings.right) is None:
             return parts
         if not parts.have_answers:
             raise InputError(f"right={name!r}: some held-out rows are texts, not questions with answers")
-        judge = Judge(load_function(name, "right"), name, given, self.tokenizer, self.settings.max_new_tokens)
+        judge = AnswerChecker(load_function(name, "right"), name, given, self.tokenizer, self.settings.max_new_tokens)
         return replace(parts, judge=judge)
 
 

@@ -171,7 +171,7 @@ def weigh_experts(
 
 
 @contextmanager
-def serve_alone(model: Any, expert: Expert | None) -> Iterator[None]:
+def only_expert(model: Any, expert: Expert | None) -> Iterator[None]:
     """
     Turn the model into one adapter of its mixture, or into the base (except shared experts), inside the `with` block.
     Rows go through the expert as in `force_experts`. Averaged LoRAs have only this expert's part, or no part for the
@@ -184,7 +184,7 @@ def serve_alone(model: Any, expert: Expert | None) -> Iterator[None]:
     config = model.peft_config[name]
     part = slice(0, 0)
     if expert is not None:
-        (index,) = expert_indices(model, expert, "serve_alone")
+        (index,) = expert_indices(model, expert, "only_expert")
         part = slice(index * config.r, (index + 1) * config.r)
     for layer in averaged_linears(model, name).values():
         B_1RO = layer.expert_parameters(name)[1]["weight"]

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
-from moe_peft.models.steering import serve_alone
+from moe_peft.models.steering import only_expert
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
 from tests.helpers.warm import run_module
@@ -86,7 +86,7 @@ def test_loras_on_the_head_are_their_mean_beside_the_head_that_peft_saves(tmp_pa
     assert "base_model.model.lm_head.base_layer.weight" in load_file(folders[0] / "adapter_model.safetensors")
     moe = lora_to_moe(tiny_llama(), folders, top_k=1).eval()
     for i, folder in enumerate(folders):
-        with torch.no_grad(), serve_alone(moe, i):
+        with torch.no_grad(), only_expert(moe, i):
             assert_near(moe(IDS).logits, PeftModel.from_pretrained(tiny_llama(), folder).eval()(IDS).logits)
     head = moe.get_base_model().lm_head
     assert head.moe_lora_spec["default"].num_experts == 1 and "default" not in head.moe_lora_router

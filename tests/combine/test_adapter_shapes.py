@@ -38,7 +38,7 @@ from moe_peft import force_experts, lora_to_moe
 from moe_peft.combine.mix import mix
 from moe_peft.models.introspection import observed_routing
 from moe_peft.models.layer import native_layers, routed_layers
-from moe_peft.models.steering import serve_alone
+from moe_peft.models.steering import only_expert
 from moe_peft.native.folders import LoraFolder, open_folder
 from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
@@ -143,7 +143,7 @@ def test_adapters_of_real_shapes_become_experts_that_compute_the_same(name, case
     model = lora_to_moe(tiny_llama(vocab=128), [folder, case / "a"]).eval()
     assert model.peft_config["default"].task_type == "CAUSAL_LM"
     ids = torch.arange(3, 27).view(2, 12)
-    with torch.no_grad(), serve_alone(model, 0):  # a head has the mean, of which this is the adapter's own part
+    with torch.no_grad(), only_expert(model, 0):  # a head has the mean, of which this is the adapter's own part
         output = model(ids).logits
         expected = PeftModel.from_pretrained(tiny_llama(vocab=128), folder).eval()(ids).logits
     assert_near(output, expected)

@@ -18,7 +18,7 @@ from moe_peft import MoELoraConfig, force_experts, lora_to_moe, prune_experts
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import _read
-from moe_peft.models.steering import serve_alone
+from moe_peft.models.steering import only_expert
 from tests.helpers.close import assert_near
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
 from tests.helpers.models import tiny_llama, tiny_opt
@@ -203,7 +203,7 @@ def test_an_expert_takes_its_own_part_of_the_mean(replace, case, tmp_path):
         with torch.no_grad(), force_experts(model, i), force_experts(expected, i):
             assert_near(model(ids).logits, expected(ids).logits)
         adapter = PeftModel.from_pretrained(base(), last[i]).eval()
-        with torch.no_grad(), serve_alone(model, i):
+        with torch.no_grad(), only_expert(model, i):
             assert_near(model(ids).logits, adapter(ids).logits)
 
 

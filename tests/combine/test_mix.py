@@ -19,10 +19,10 @@ from moe_peft import force_experts, init_gates, lora_to_moe, prune_experts, put_
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.inspect_settings import InspectSettings
 from moe_peft.cli import main
-from moe_peft.combine.held_out import Judge, score, verdict
+from moe_peft.combine.held_out import AnswerChecker, score, verdict
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import RequestGate
-from moe_peft.combine.texts import Source
+from moe_peft.combine.texts import CalibrationData
 from moe_peft.models.introspection import expert_names
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.folders import DenseFolder, LoraFolder, check_same_tokens, open_folder
@@ -156,12 +156,12 @@ def test_the_folder_is_the_mixture(case, mixed, tokenizer):
 
 def test_calibration_sees_no_held_out_row(case, tokenizer):
     chosen = settings(case, output="x", calibration_examples=7, test_examples=4)
-    used, held_out = Source(chosen, DOMAINS, tokenizer).split()
+    used, held_out = CalibrationData(chosen, DOMAINS, tokenizer).split()
     assert not {*used["text"]} & {*held_out["text"]}
     assert used["expert"] == [0] * 6 + [1] * 6 + [2] * 6  # at most half of 12
     assert held_out["expert"] == [0] * 4 + [1] * 4 + [2] * 4
-    again, _ = Source(chosen, DOMAINS, tokenizer).split()
-    other, _ = Source(settings(case, output="x", seed=1), DOMAINS, tokenizer).split()
+    again, _ = CalibrationData(chosen, DOMAINS, tokenizer).split()
+    other, _ = CalibrationData(settings(case, output="x", seed=1), DOMAINS, tokenizer).split()
     assert again["text"] == used["text"] != other["text"][: len(used)]
 
 
@@ -374,7 +374,7 @@ def test_an_expert_of_another_base_does_not_join(case, tmp_path):
 
 
 def test_calibration_batches_have_the_numbers_of_their_rows(case, tokenizer):
-    used, _ = Source(settings(case, output="x"), DOMAINS, tokenizer).split()
+    used, _ = CalibrationData(settings(case, output="x"), DOMAINS, tokenizer).split()
     for batch in calibration_batches(used, tokenizer, len(used), columns=["expert"]):
         words = [
             ids[mask.bool()][0].item() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
@@ -424,7 +424,7 @@ def test_rows_that_are_all_for_one_adapter_are_answered_by_it_alone(expert, on_a
         test_data=[str(case / "test.jsonl")],
     )  # fmt: skip
     mix(chosen)
-    source = Source(chosen, [*DOMAINS], tokenizer)
+    source = CalibrationData(chosen, [*DOMAINS], tokenizer)
     _, held_out = source.split()
     parts = source.parts(held_out)
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -605,7 +605,7 @@ def test_right_answers_are_those_of_greedy_decoding(case, tmp_path, tokenizer):
     measured = mix(settings(case, output=str(tmp_path / "out"), data=[str(tmp_path / "data.jsonl")], test_examples=4))
     assert measured.right.keys() == measured.losses.keys() and measured.rows == dict.fromkeys(DOMAINS, 4)
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    _, held_out = Source(
+    _, held_out = CalibrationData(
         settings(case, output="x", data=[str(tmp_path / "data.jsonl")], test_examples=4), DOMAINS, tokenizer
     ).split()
     right = dict.fromkeys(DOMAINS, 0.0)
@@ -669,7 +669,7 @@ def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, t
 def test_a_function_of_yours_judges_what_comes_after_the_thoughts(made, judged, case, tokenizer, monkeypatch):
     seen = []
     monkeypatch.setattr(type(tokenizer), "batch_decode", lambda *_, **__: [made])
-    judge = Judge(lambda answer, row: seen.append(answer), "judges:all", [{}], tokenizer, 1)
+    judge = AnswerChecker(lambda answer, row: seen.append(answer), "judges:all", [{}], tokenizer, 1)
     judge(base(case), [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7], "row": 0}])
     assert seen == [judged]
 
@@ -876,7 +876,7 @@ def test_one_lora_out_of_several(chats, case, tmp_path, tokenizer, capsys):
     merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "one").eval()
 
     settings_ = settings(case, output="x", data=[str(tmp_path / "data.jsonl")], test_examples=4)
-    source = Source(settings_, DOMAINS, AutoTokenizer.from_pretrained(base_folder))
+    source = CalibrationData(settings_, DOMAINS, AutoTokenizer.from_pretrained(base_folder))
     calibration, held_out = source.split()
     batches = source.merge_batches(calibration)
     assert {int(i) for batch in batches for i in batch["expert"]} == {0, 1, 2, 3}

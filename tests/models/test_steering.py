@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, lora_to_moe, weigh_experts
-from moe_peft.models.steering import serve_alone
+from moe_peft.models.steering import only_expert
 from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.models import tiny_llama
@@ -117,7 +117,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda value: re.sub(" at 0x[0-9a-f]*", "", repr(value)))
-@pytest.mark.parametrize("steer", [force_experts, allow_experts, weigh_experts, serve_alone], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("steer", [force_experts, allow_experts, weigh_experts, only_expert], ids=lambda f: f.__name__)
 def test_what_is_no_expert_and_no_factor_is_one_line(steer, wrong, model):
     """It is not rounded to an expert, and no NaN gets into the logits."""
     with pytest.raises(InputError) as error, steer(model, wrong):

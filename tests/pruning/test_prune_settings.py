@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from moe_peft import force_experts, lora_to_moe, prune_experts, put_expert
 from moe_peft.adapter.layers import MoELoraLayer
-from moe_peft.models.steering import serve_alone
+from moe_peft.models.steering import only_expert
 from moe_peft.native.folders import open_folder
 from moe_peft.pruning.routed_folders import PrunableAdapter
 from tests.helpers.close import assert_near
@@ -101,11 +101,11 @@ def test_what_is_left_of_a_mean_is_the_mean_of_what_is_left(gone: int, base: str
         forced = partial(force_experts, experts_B=[i])
         assert_near(logits(pruned, forced), logits(mixture, forced))
         alone = PeftModel.from_pretrained(model(), folder).eval()
-        assert_near(logits(pruned, partial(serve_alone, expert=i)), logits(alone, nullcontext))
+        assert_near(logits(pruned, partial(only_expert, expert=i)), logits(alone, nullcontext))
     # Another expert can join.
     joined = put_expert(model(), tmp_path / "pruned", loras[3]).eval()
     alone = PeftModel.from_pretrained(model(), loras[3]).eval()
-    assert_near(logits(joined, partial(serve_alone, expert=2)), logits(alone, nullcontext))
+    assert_near(logits(joined, partial(only_expert, expert=2)), logits(alone, nullcontext))
 
 
 def test_a_lora_of_as_many_parameters_as_the_experts_is_no_mean(base: str, tmp_path: Path):

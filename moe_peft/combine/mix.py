@@ -137,11 +137,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         parts = [*adapters] if mixture is None else [mixture, *adapters]
         if settings.always is not None:
             parts.append(open_folder(settings.always, "always", LoraFolder, base=settings.base))
-        base, tokenizer = common_base(parts), parts[0].tokenizer
-        check_tokenizer(tokenizer, base.config, parts[0])
-        for part in parts[1:]:
-            check_same_tokens(part, parts[0])
-        warn_of_templates(parts)
+        base, tokenizer = _base_and_tokenizer(parts)
         former = read_sums(mixture.folder, mixture.gates) if mixture and settings.gates == "ridge" else None
         source = CalibrationData(settings, labels, tokenizer, joins=former is not None)
         calibration, held_out = source.split()
@@ -178,11 +174,11 @@ def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     """Write one LoRA, the least-squares merge of the adapters."""
     with new_folder(settings.output) as folder:
         _, adapters = _opened(settings, labels)
-        base, tokenizer = common_base(adapters), adapters[0].tokenizer
-        check_tokenizer(tokenizer, base.config, adapters[0])
-        for adapter in adapters[1:]:
-            check_same_tokens(adapter, adapters[0])
-        warn_of_templates(adapters)
+        for adapter in adapters:
+            for name in ("modules_to_save", "trainable_token_indices"):
+                if value := getattr(adapter.config, name):
+                    raise InputError(f"{adapter}: {name}={value!r}: into='lora' merges LoRAs on linears alone")
+        base, tokenizer = _base_and_tokenizer(adapters)
         source = CalibrationData(settings, labels, tokenizer)
         calibration, held_out = source.split()
         assert calibration is not None and held_out is not None
@@ -201,6 +197,16 @@ def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         tokenizer.save_pretrained(str(folder))
         _report(settings, labels, measured, folder, base.path)
     return measured
+
+
+def _base_and_tokenizer(parts: Sequence[AdapterFolder]) -> tuple[WholeModel, Any]:
+    """Return the base of all adapters and the first one's tokenizer. Raise if bases or tokenizers differ."""
+    base, tokenizer = common_base(parts), parts[0].tokenizer
+    check_tokenizer(tokenizer, base.config, parts[0])
+    for part in parts[1:]:
+        check_same_tokens(part, parts[0])
+    warn_of_templates(parts)
+    return base, tokenizer
 
 
 def _opened(settings: MixSettings, labels: list[str]) -> tuple[MoELoraFolder | None, list[LoraFolder]]:

@@ -890,6 +890,14 @@ def test_one_lora_out_of_several(chats, case, tmp_path, tokenizer, capsys):
             assert_near(losses[way][label], float(answers_.losses.sum() / answers_.counts.sum()))
 
 
+def test_a_lora_that_cannot_be_merged_is_named_before_anything_is_measured(case, tmp_path, monkeypatch):
+    write_lora(tmp_path / "moved", case / "base", 7, moved={5: 1.0})
+    monkeypatch.setattr("moe_peft.combine.mix.lora_to_moe", None)
+    with pytest.raises(InputError, match=r"moved'.*trainable_token_indices=\[5\]"):
+        adapters = [str(case / "a"), str(tmp_path / "moved")]
+        mix(settings(case, output=str(tmp_path / "one"), into="lora", labels=["a", "b"], adapters=adapters))
+
+
 @pytest.mark.parametrize(
     ("own", "field"),
     [

@@ -1,5 +1,5 @@
 # make demo   sets up the extra `demo` alone, and shows it at work on SmolLM2-135M-Instruct (about ten minutes on two idle cores)
-# make test   sets up and runs the tests (about eight minutes on two cores)
+# make test   sets up and runs the tests (about twelve minutes on two cores)
 # make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-latest  sets up the newest versions of everything (7 GB, as torch's newest wheel brings CUDA), with the newest

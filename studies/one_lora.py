@@ -8,8 +8,8 @@ Fixed before the first run. Sets, rows, LoRAs and their training are those of `s
 *domains*: eight look-alike domains of clinc150; rank 8, 60 steps of 8 rows), with seeds of their own, 10 to 12. The
 base is that study's, too: SmolLM2 out of a file of four bits, and back.
 
-What a way may use: the LoRAs, *prompts* of each task that no LoRA was trained on (24, 100 or 240; of *logic* those that
-are left), and the 174 general texts of the package. Gold answers are for the upper end alone.
+What a way may use: the LoRAs, *prompts* of each task that no LoRA was trained on (24, 100 or 240; of *logic* its
+training prompts, as no others are left: found when the first run stopped there), and the 174 general texts of the package. Gold answers are for the upper end alone.
 
 Ways:
 
@@ -180,6 +180,7 @@ class OneLora(Requests):
         """Prompts of a task that its LoRA was not trained on."""
         seen = {row["prompt"][-1]["content"] for row in self.train_rows(name, seed, task)}
         rows = [row for row in self.tasks[name][task]["train"] if row["prompt"][-1]["content"] not in seen]
+        rows = rows or self.tasks[name][task]["train"]  # all rows of *logic* are training or test rows
         return [row["prompt"] for row in drawn(rows, count, seed, f"prompts {task}")]
 
 

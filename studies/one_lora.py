@@ -9,7 +9,8 @@ Fixed before the first run. Sets, rows, LoRAs and their training are those of `s
 base is that study's, too: SmolLM2 out of a file of four bits, and back.
 
 What a way may use: the LoRAs, *prompts* of each task that no LoRA was trained on (24, 100 or 240; of *logic* its
-training prompts, as no others are left: found when the first run stopped there), and the 174 general texts of the package. Gold answers are for the upper end alone.
+training prompts, as no others are left: found when the first run stopped there), and the 174 general texts of the
+package. Gold answers are for the upper end alone.
 
 Ways:
 

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft.adapter.lora_conversion import lora_to_moe
 from moe_peft.analysis.figures import plot_bars, plot_shares
-from moe_peft.analysis.html import Section, model_name, shares_section, who_serves_what, write_page
+from moe_peft.analysis.html import Section, shares_section, who_serves_what, write_page
 from moe_peft.cli.settings import SettingsParser
 from moe_peft.combine.request_gate import RequestGate
 from moe_peft.models.gate_init import init_gates
@@ -40,6 +40,7 @@ from moe_peft.upit.evaluate import evaluate
 from moe_peft.upit.lora_experts import ffn_projections
 from moe_peft.utils.io import output_folder, remove
 from moe_peft.utils.messages import InputError
+from moe_peft.utils.model_card import last_part
 from moe_peft.utils.validation import Count, Settings, Text
 
 from .smollm2 import NAME, smollm2_folder
@@ -178,7 +179,7 @@ def run_demo(output: Path, model: str | None = None, steps: int = 96) -> dict[st
         console.print(f"   {verdict}\n")
 
         console.print(f"5. Where do tokens go in the mixture? {who_serves_what(shares, [*TASKS])}")
-        page = _write_page(folder, model_name(model or NAME), results, shares, verdict)
+        page = _write_page(folder, last_part(model or NAME), results, shares, verdict)
         console.print(f"   With pictures: {page}")
 
         console.print(f"\n6. {_exported(folder, base, test, shown, results['mixture'], tokenizer)}")

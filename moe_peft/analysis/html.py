@@ -167,7 +167,7 @@ def write_html(
             *_similarity(about["similarity"], about["similarity_of"], names),
             *_token_classes(statistics, names),
         ]
-        subject = f"MoE-LoRA on {model_name(about['base'])}" if about["base"] else model_name(about["model"])
+        subject = f"MoE-LoRA on {last_part(about['base'])}" if about["base"] else last_part(about["model"])
         return write_page(path, f"Where the tokens go: {subject}", list(filter(None, lead)), sections, facts)
 
 
@@ -178,11 +178,6 @@ def numbering(routers: Sequence[str]) -> list[str]:
         return []
     shown = [f"{i} is {name}" for i, name in enumerate(routers)]
     return [f"Layers are counted by router: {', '.join([*shown[:3], '…', shown[-1]] if len(shown) > 4 else shown)}"]
-
-
-def model_name(path: str) -> str:
-    """Return the name of a model without its path."""
-    return last_part(path)
 
 
 def load_line(health: LoadHealth, wanted: bool = False) -> str:

@@ -175,20 +175,20 @@ class Router(nn.Module):
         Return the logits, or raise if shape or dtype are wrong. A user's router with another shape would silently leave
         out experts.
         """
-        kind = f"router_type={self.settings.type!r}"
         if not self.needs_token_ids:
             logits_TN = self.logits(x_TD)
         elif token_ids is None:
-            raise InputError(f"{kind}: token_ids=None: call the model with input_ids")
+            raise self._error("token_ids=None: call the model with input_ids")
         else:
             logits_TN = self.token_logits(x_TD, token_ids.reshape(-1))
         if logits_TN.dim() != 2 or logits_TN.shape[1] != self.num_experts:
-            raise InputError(f"{kind}: its logits are {list(logits_TN.shape)}, must be [T, {self.num_experts}]")
+            raise self._error(f"its logits are {list(logits_TN.shape)}, must be [T, {self.num_experts}]")
         if logits_TN.dtype != x_TD.dtype:
-            raise InputError(
-                f"{kind}: its logits are {logits_TN.dtype}, must be {x_TD.dtype}; cast weights to the input's"
-            )
+            raise self._error(f"its logits are {logits_TN.dtype}, must be {x_TD.dtype}; cast weights to the input's")
         return logits_TN
+
+    def _error(self, text: str) -> InputError:
+        return InputError(f"router_type={self.settings.type!r}: {text}")
 
     @torch.no_grad()
     def fold(self, k: int = 1, normalize: bool = False) -> torch.Tensor:

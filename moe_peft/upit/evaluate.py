@@ -24,7 +24,6 @@ from ..analysis.html import (
     load_section,
     losses_line,
     losses_section,
-    model_name,
     shares_section,
     who_serves_what,
     write_page,
@@ -38,6 +37,7 @@ from ..routing.statistics import LoadHealth
 from ..training.data import check_domains, rows_of_labels, source_name
 from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, mean_loss
+from ..utils.model_card import last_part
 from .recipe import Recipe
 from .stages import TrainerStage
 
@@ -192,7 +192,7 @@ class Evaluate(TrainerStage):
         """
         Write `losses.png`, `routing.png` and `report.html`, with the result's losses, the base's, and the routing.
         """
-        r, base = self.recipe, model_name(self.recipe.model.name_or_path)
+        r, base = self.recipe, last_part(self.recipe.model.name_or_path)
         title, shares, health = f"{method_name(r.method)} on {base}", measured.shares, measured.health
         losses = dict(zip(("base", method_name(r.method)), measured.losses.values(), strict=True))
         lead, sections = [losses_line(losses)], [losses_section(losses, folder / "losses.png")]

@@ -41,7 +41,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import RequestGate
-from moe_peft.combine.request_gate import BASE, KernelRidge
+from moe_peft.combine.kernel_ridge import KernelRidge
+from moe_peft.combine.request_gate import BASE
 
 from .request_gate import general_kinds, general_texts, ridge
 from .requests import FEW, HELD_OUT, TRAIN, all_tasks, drawn
@@ -97,7 +98,7 @@ class Choices:
             return self.removal(job, train, asked)
         own = torch.cat([torch.full((len(of_task),), i) for i, of_task in enumerate(asked)])
         for rows in (FEW, TRAIN):
-            classes = [*(of_task[:rows] for of_task in train), self.gate.vectors[BASE]]
+            classes = [*(of_task[:rows] for of_task in train), self.gate.texts[BASE].vectors]
             weight, kernel = ridge(classes, 0.1), KernelRidge(classes, self.gate.penalty)
             for way in ("linear", "kernel"):
                 record: dict[str, Any] = {**job._asdict(), "rows": rows, "way": way}
@@ -113,7 +114,7 @@ class Choices:
 
     def removal(self, job: Job, train: list[torch.Tensor], asked: list[torch.Tensor]) -> None:
         """Where requests go after each adapter has left: its own, the others' and general ones."""
-        general, base, n = self.general["general"], self.gate.vectors[BASE], len(train)
+        general, base, n = self.general["general"], self.gate.texts[BASE].vectors, len(train)
         for rows in (FEW, TRAIN):
             for way in ("no trace", "to base"):
                 shares: dict[str, list[float]] = {"gone": [], "own": [], "general": []}

@@ -71,7 +71,7 @@ from peft import PeftModel
 from moe_peft import RequestGate, regmean
 from moe_peft.adapter.lora_conversion import read_loras
 from moe_peft.combine import regmean as closed_form
-from moe_peft.combine.request_gate import neutral_requests
+from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.models.introspection import greedy_decoding
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from moe_peft.utils.io import atomic_write

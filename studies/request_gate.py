@@ -67,7 +67,7 @@ from trl import SFTConfig, SFTTrainer
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import force_experts, init_gates, lora_to_moe, pick_experts
 from moe_peft.adapter.router_recorder import state
-from moe_peft.combine.request_gate import neutral_requests
+from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import base_passes
 from moe_peft.models.layer import AdapterLayer, routed_layers

@@ -90,7 +90,8 @@ from trl import SFTConfig, SFTTrainer
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import RequestGate, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.router_recorder import state
-from moe_peft.combine.request_gate import RequestReader, neutral_requests
+from moe_peft.combine.request_gate import RequestReader
+from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized

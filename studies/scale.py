@@ -66,7 +66,7 @@ from trl import SFTConfig, SFTTrainer
 
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
-from moe_peft.combine.request_gate import neutral_requests
+from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.training.preparation import preparation, tokenized
 
 from .differences import over_rows, paired_difference

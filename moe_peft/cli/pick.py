@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from ..utils.messages import InputError, choice_error
-from ..utils.validation import Count, Flag, Integer, Settings, Text, TextList
+from ..utils.validation import Count, Flag, Integer, Number, Settings, Text, TextList
 from .settings import SettingsParser, check_files, check_models
 
 if TYPE_CHECKING:
-    from ..combine.request_gate import Request
+    from ..combine.request_texts import Request
 
 EXAMPLE = r"""
 examples:
@@ -62,7 +62,11 @@ class PickSettings(Settings):
         None, title="NAME", description="the adapters' names; default: those of the files, or all of the column"
     )
     neutral: Text | None = Field(
-        None, title="FILE", description="general requests, one a line, which the base answers; default: some of ours"
+        None, title="FILE", description="general requests for the base, one a line, in addition to the built-in list"
+    )
+    neutral_only: Flag = Field(False, description="leave out the built-in list of general requests")
+    lose: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.02, title="SHARE", description="share of the adapters' own requests that may go to the base"
     )
     max_examples: Count = Field(512, description="rows of each adapter that are read")
 
@@ -73,6 +77,7 @@ class PickSettings(Settings):
         rules: list[tuple[Any, str]] = [
             (self.fit and not (self.base and files), "fit=True: give base and data, too"),
             (not self.fit and (files or self.neutral), "data, neutral: go with fit"),
+            (self.neutral_only and not self.neutral, "neutral_only=True: goes with neutral"),
             (not files and (self.labels or self.label_column), "labels, label_column: go with data"),
             (self.label_column and len(files) > 1, f"data={files}: give one file with label_column"),
             (
@@ -94,7 +99,7 @@ _GROUPS = {
     "Gate": ("gate", "base", "max_length"),
     "Server": ("server", "names", "base_name", "api_key", "timeout"),
     "Proxy": ("host", "port", "served_model_name", "max_body"),
-    "Making a gate": ("fit", "data", "label_column", "labels", "neutral", "max_examples"),
+    "Making a gate": ("fit", "data", "label_column", "labels", "neutral", "neutral_only", "lose", "max_examples"),
 }
 
 
@@ -126,16 +131,19 @@ def run(settings: PickSettings) -> None:
 
 def fit(settings: PickSettings) -> None:
     """Fit a gate to the requests of `settings.data`, and write it."""
-    from ..combine.request_gate import RequestGate, read_neutral
+    from ..combine.request_gate import RequestGate
+    from ..combine.request_texts import read_neutral
     from ..utils.io import new_folder
 
     with new_folder(settings.gate, "gate") as folder:
         requests = requests_by_label(settings)
-        neutral = read_neutral(settings.neutral)
-        gate = RequestGate.fit(settings.base, requests, neutral, max_length=settings.max_length or 1024)
+        neutral = read_neutral(settings.neutral, settings.neutral_only)
+        gate = RequestGate.fit(
+            settings.base, requests, neutral, max_length=settings.max_length or 1024, lose=settings.lose
+        )
         gate.save_pretrained(folder)
-    for name, vectors in gate.vectors.items():
-        print(f"{name}: {len(vectors)} requests")
+    for name, texts in gate.texts.items():
+        print(f"{name}: {len(texts)} requests")
     print(settings.gate)
 
 

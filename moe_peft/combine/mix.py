@@ -157,7 +157,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
 
         measured = None
         if held_out is not None:
-            general = [] if gate is None or BASE not in gate.vectors else neutral_texts(settings.neutral)[1]
+            general = [] if gate is None or BASE not in gate.texts else neutral_texts(settings.neutral)[1]
             measured = score_mixture(model.eval(), source.parts(held_out), settings.gates, labels, gate, general)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
@@ -321,7 +321,7 @@ def _request_gate(
         return None
     gate = RequestGate.from_pretrained(mixture.folder, model, tokenizer=source.tokenizer)
     names = (mixture.config.expert_names or [])[: mixture.config.num_updates]
-    if settings.replace is not None and names[settings.replace] in gate.vectors:
+    if settings.replace is not None and names[settings.replace] in gate.texts:
         gate = gate.without_adapter(names[settings.replace])
     others = [label for label in source.labels if label != source.new or settings.replace is not None]
     gate = gate.renamed(dict(zip(names or others, others, strict=True)))

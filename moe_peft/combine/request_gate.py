@@ -1,12 +1,16 @@
 """
 `RequestGate` chooses one of several adapters for a request, or none: then the base answers.
 
-The gate reads a request by itself, like a classifier in front of a server: without the system prompt, the template's
-words, tools or earlier turns, which requests for all adapters share. It takes the mean of the request's tokens in the
-first quarter of the base's layers. Kernel ridge regression compares this mean with the means of a few texts for each
-adapter. Nothing is trained.
+The gate reads a request like a classifier in front of a server: without the system prompt, the template's words or
+tools, which requests for all adapters share. It reads all texts in one form (`one_form`) and takes the mean of a text's
+tokens in the first quarter of the base's layers. Kernel ridge regression compares this mean with the means of a few
+texts for each adapter, and with lists of texts for no adapter. Nothing is trained.
 
-Legend: R requests, L layers read, S positions, d hidden size, n adapters (and the base).
+A request is for an adapter if the whole request is, or else one of its sentences or lines: the others may be greetings
+or a pasted document. Requests about another text ("Translate into French: ...") are for the base, whatever the other
+text is. If a chat's last message refers to the message before it ("and for Berlin?"), the earlier message decides.
+
+Legend: R requests or texts, L layers read, S positions, d hidden size, n adapters (and the base).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -33,51 +37,30 @@ from transformers import AutoModelForCausalLM
 from ..adapter.ffn_layout import find_layout
 from ..models.introspection import base_model, base_passes, counted_tokens, text_config
 from ..native.folders import DenseFolder, NativeFolder, WholeModel, open_folder, open_model
-from ..utils.io import read_text, reading
+from ..utils.io import reading
 from ..utils.loading import NO_CODE, check_loaded, read_tokenizer
 from ..utils.messages import InputError, choice_error
+from .kernel_ridge import KernelRidge
+from .request_texts import (
+    Request,
+    digest,
+    misspelled,
+    neutral_requests,
+    one_form,
+    parts_of,
+    quoting,
+    read_list,
+    request_text,
+    user_turns,
+)
 
 FILE = "request_gate.safetensors"
 BASE = "base"  # name for the choice of no adapter
-TEXTS = 4000  # a gate uses about this number of texts at most, over all classes
+ABOUT, FILLER, AS_BEFORE = "about_a_text", "filler", "as_before"  # lists of texts for no adapter
+QUOTED = 24  # number of each adapter's texts that the gate reads as quoted in a request about a text
+CLEARLY_ABOUT = 0.45  # score of a part that is about another text
 _MARK = "(the request)"
-Message: TypeAlias = Mapping[str, Any]
-Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
-
-
-def neutral_requests() -> list[str]:
-    """Return the built-in list of general requests, in English: many kinds of requests, meant for no adapter."""
-    return read_neutral(None)
-
-
-def read_neutral(file: str | None) -> list[str]:
-    """
-    Read general requests, one per line, from a file (None: the built-in list). Empty lines and lines beginning with
-    `# ` do not count.
-
-    Raises:
-        ValueError: the file cannot be read, or has fewer than eight requests.
-    """
-    text = read_text(Path(__file__).with_name("neutral.txt") if file is None else file, f"neutral={file!r}")
-    texts = [line.strip() for line in text.splitlines() if line.strip() and not f"{line} ".startswith("# ")]
-    if len(texts) < 8:
-        raise InputError(f"neutral={file!r}: has {len(texts)} lines; give eight or more, dozens are better")
-    return texts
-
-
-def request_of(row: Mapping[str, Any]) -> Request:
-    """Return the request in a row of training data: its prompt, its messages, or its text."""
-    return next((row[name] for name in ("prompt", "messages", "text") if row.get(name)), "")
-
-
-def request_text(request: Request) -> str:
-    """Return the text of a request: the request itself, or the last user message of a chat."""
-    if isinstance(request, str):
-        return request
-    content = next((message.get("content") for message in reversed(request) if message.get("role") == "user"), "")
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content or () if isinstance(part, Mapping) and part.get("text"))
+_PROBE = "Which of these words is the longest? (a probe)"
 
 
 @dataclass(frozen=True)
@@ -105,10 +88,8 @@ class RequestReader:
 
     def batch(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return `input_ids`, `attention_mask` and `counted`, 1 for tokens of the requests themselves, [R, S] each."""
-        # Cut texts surely longer than `max_length` before tokenizing them: other requests wait.
-        texts = [text.strip()[: 32 * self.max_length].strip() for text in texts]
         read = []
-        for text in texts:
+        for text in (self.cut(text) for text in texts):
             whole, start = self._rendered(text)
             # The template adds special tokens itself.
             tokens = self.tokenizer(
@@ -129,6 +110,10 @@ class RequestReader:
         mask[:, 0] = 1  # for an empty request
         return {"input_ids": ids, "attention_mask": mask, "counted": counted}
 
+    def cut(self, text: str) -> str:
+        """Cut a text that is surely longer than `max_length` before it is tokenized: other requests wait."""
+        return text.strip()[: 32 * self.max_length].strip()
+
     def _rendered(self, text: str) -> tuple[str, int]:
         """Return the text to tokenize for a request, and the position of the request in it."""
         return (self._in_template(text), self._start) if self.chat else (f"{text}\n", 0)
@@ -143,6 +128,42 @@ class RequestReader:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
+@dataclass(frozen=True)
+class Texts:
+    """
+    What a gate keeps of the texts of one class.
+
+    Args:
+        vectors: the texts' vectors, float32 [R, L, d].
+        digests: numbers of the texts, int64 [R]. They show which texts two adapters share.
+        misspelled: vectors of every second text of an adapter, with typing errors, [M, L, d].
+        quoted: vectors of some of an adapter's texts inside requests about them, [Q, L, d].
+    """
+
+    vectors: torch.Tensor
+    digests: torch.Tensor
+    misspelled: torch.Tensor
+    quoted: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+class Choice(NamedTuple):
+    """
+    A gate's choice for a request.
+
+    Args:
+        name: the adapter, or None for the base.
+        scores: adapter → score of the text that decided, and of `"base"`; each about 0 to 1.
+        text: the text that decided: the request, a part of it, or an earlier message.
+    """
+
+    name: str | None
+    scores: dict[str, float]
+    text: str
+
+
 @dataclass
 class RequestGate:
     """
@@ -152,13 +173,15 @@ class RequestGate:
     Args:
         model: the base, or its first layers, with or without adapters. Adapters are disabled.
         reader: tokenizes requests.
-        vectors: adapter → vectors of texts for it, float32 [R, L, d]. `"base"` has the vectors of general requests.
+        texts: adapter → its texts' vectors. `"base"` has the vectors of general requests.
+        lists: list of this package (`"about_a_text"`, `"filler"`, `"as_before"`) → vectors of its texts, [R, L, d].
         base: folder or name of the base, loaded by `from_pretrained`.
         revision: revision of the base on the hub.
         penalty: λ of the kernel ridge regression.
         layers: number of first layers to read; None: a quarter of the model's layers.
-        margin: an adapter is picked only if its score exceeds the base's score by this margin.
-        gone: vectors of removed adapters. The base answers their requests.
+        lose: share of the adapters' own requests that may go to the base. The margin follows from it.
+        fixed_margin: lead over the base that an adapter needs; None: from `lose`.
+        gone: texts of removed adapters. The base answers their requests.
 
     Example:
 
@@ -178,13 +201,15 @@ class RequestGate:
 
     model: Any
     reader: RequestReader
-    vectors: dict[str, torch.Tensor]
+    texts: dict[str, Texts]
+    lists: dict[str, torch.Tensor] = field(default_factory=dict)
     base: str = ""
     revision: str | None = None
     penalty: float = 0.03
     layers: int | None = None
-    margin: float = 0.1
-    gone: dict[str, torch.Tensor] = field(default_factory=dict)
+    lose: float = 0.02
+    fixed_margin: float | None = None
+    gone: dict[str, Texts] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -194,18 +219,47 @@ class RequestGate:
 
     @cached_property
     def classifier(self) -> KernelRidge:
-        """Regression from vectors to adapters, fitted at the first scores: adapters may be added or removed before."""
-        return KernelRidge([*self.vectors.values(), *self.gone.values()], self.penalty)
+        """Regression from vectors to `_classes`, fitted at the first scores."""
+        kept = [*self.texts.values(), *self.gone.values()]
+        lists = dict(self.lists)
+        if ABOUT in lists:
+            lists[ABOUT] = torch.cat([lists[ABOUT], *(of.quoted for of in self.texts.values())])
+        classes = [torch.cat([of.vectors, of.misspelled]) for of in kept]
+        digests = [torch.cat([of.digests, of.digests[::2][: len(of.misspelled)]]) for of in kept]
+        # No text of a list is also a text of an adapter.
+        number_R = torch.arange(-sum(map(len, lists.values())), 0)
+        digests += number_R.split([len(x_RLD) for x_RLD in lists.values()])
+        return KernelRidge([*classes, *lists.values()], self.penalty, digests)
+
+    @property
+    def _classes(self) -> list[str]:
+        """Names of the classifier's classes, in order."""
+        return [*self.texts, *self.gone, *self.lists]
 
     @property
     def names(self) -> list[str]:
         """Names of the adapters, in order."""
-        return [name for name in self.vectors if name != BASE]
+        return [name for name in self.texts if name != BASE]
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns of `scores`: the adapters, `"base"`, and removed adapters."""
-        return [*self.vectors, *self.gone]
+        """Names of the columns of `scores`: the adapters, and `"base"` if the base may be chosen."""
+        return [*self.names, BASE] if self._for_base else self.names
+
+    @property
+    def _for_base(self) -> list[int]:
+        """Indices of the classes whose requests the base answers."""
+        return [i for i, name in enumerate(self._classes) if name not in self.names]
+
+    @cached_property
+    def margin(self) -> float:
+        """Lead over the base that an adapter needs: at least 0, so a score below the base's never suffices."""
+        if self.fixed_margin is not None or not self._for_base:
+            return self.fixed_margin or 0.0
+        scores_RN, own_R = self.left_out()
+        of_adapters = own_R < len(self.names)
+        best_R, base_R = scores_RN[of_adapters, :-1].max(1).values, scores_RN[of_adapters, -1]
+        return max(0.0, float((best_R - base_R).quantile(self.lose)))
 
     @classmethod
     def fit(
@@ -217,6 +271,7 @@ class RequestGate:
         tokenizer: Any = None,
         chat: bool | None = None,
         max_length: int = 1024,
+        lose: float = 0.02,
     ) -> RequestGate:
         """
         Build a gate from example requests for each adapter.
@@ -224,10 +279,11 @@ class RequestGate:
         Args:
             base: the adapters' base: a folder, a name on the hub, or a model (then give `tokenizer`).
             requests: adapter → example requests for it: dozens, better hundreds.
-            neutral: general requests for the base to answer; None: the built-in English list. With `[]`, each request
-                with words goes to some adapter.
+            neutral: general requests for the base to answer; None: the built-in list (`neutral_requests`). Add requests
+                of your users' own to it. With `[]`, each request with words goes to some adapter.
             chat: whether to read requests inside the chat template; None: True if some of `requests` are chats.
             max_length: number of tokens to read of a request.
+            lose: share of the adapters' own requests that may go to the base.
 
         Raises:
             ValueError: `requests` names no adapter, or names one `"base"`; or an adapter has no requests with words.
@@ -242,7 +298,11 @@ class RequestGate:
         if chat is None:
             chat = any(not isinstance(request, str) for of_name in requests.values() for request in of_name)
         model, tokenizer, path, layers = _opened(base, tokenizer)
-        gate = cls(model, RequestReader(tokenizer, chat, max_length), {}, path, layers=layers)
+        gate = cls(model, RequestReader(tokenizer, chat, max_length), {}, base=path, layers=layers, lose=lose)
+        if len(texts[BASE]):
+            gate = dataclasses.replace(
+                gate, lists={name: gate.read(read_list(name)) for name in (ABOUT, FILLER, AS_BEFORE)}
+            )
         for name, of_name in texts.items():
             if len(of_name) or name != BASE:
                 gate = gate.with_adapter(name, of_name)
@@ -258,13 +318,19 @@ class RequestGate:
             ValueError: no request has words.
         """
         _check_requests(requests, f"requests of {name!r}")
-        requests = [request for request in requests if request_text(request).strip()]
-        if not requests:
+        texts = [text for request in requests if (text := request_text(request).strip())]
+        if not texts:
             raise InputError(f"requests: {name!r} has none with words; give some texts that it is for")
-        vectors = {**self.vectors, name: self.read(requests)}
-        base = {BASE: vectors.pop(BASE)} if BASE in vectors else {}
+        # In an order of their own: the gate is the same whatever order the requests come in.
+        number_R = digest(texts)
+        texts = [texts[i] for i in number_R.argsort(stable=True).tolist()]
+        wrong = [misspelled(text) for text in texts[::2]] if name != BASE else []
+        quoted = quoting(texts, QUOTED) if self.lists and name != BASE else []
+        vectors, of_wrong, of_quoted = self.read([*texts, *wrong, *quoted]).split([len(texts), len(wrong), len(quoted)])
+        kept = {**self.texts, name: Texts(vectors, number_R.sort().values, of_wrong, of_quoted)}
+        base = {BASE: kept.pop(BASE)} if BASE in kept else {}
         gone = {other: value for other, value in self.gone.items() if other != name}
-        return dataclasses.replace(self, vectors={**vectors, **base}, gone=gone)
+        return dataclasses.replace(self, texts={**kept, **base}, gone=gone)
 
     def without_adapter(self, name: str, to_base: bool = False) -> RequestGate:
         """
@@ -275,32 +341,33 @@ class RequestGate:
                 texts. False: the gate is the same as if the adapter had never been there, and the adapter's requests
                 may go to another adapter.
         """
-        if name not in (self.names if to_base else {**self.vectors, **self.gone}):
+        if name not in (self.names if to_base else {**self.texts, **self.gone}):
             raise InputError(choice_error("adapter", name, self.names))
-        vectors, gone = ({n: v for n, v in of.items() if n != name} for of in (self.vectors, self.gone))
-        return dataclasses.replace(self, vectors=vectors, gone={**gone, name: self.vectors[name]} if to_base else gone)
+        texts, gone = ({n: v for n, v in of.items() if n != name} for of in (self.texts, self.gone))
+        return dataclasses.replace(self, texts=texts, gone={**gone, name: self.texts[name]} if to_base else gone)
 
     def in_order(self, names: Sequence[str]) -> RequestGate:
         """Return the gate with its adapters in another order. `names` lists all of them."""
-        assert {*names, BASE} >= self.vectors.keys()
-        return self._with_vectors({name: self.vectors[name] for name in (*names, BASE) if name in self.vectors})
+        assert {*names, BASE} >= self.texts.keys()
+        texts = {name: self.texts[name] for name in (*names, BASE) if name in self.texts}
+        return dataclasses.replace(self, texts=texts)
 
     def renamed(self, names: Mapping[str, str]) -> RequestGate:
         """Return the gate with other names for its adapters: old → new."""
-        return self._with_vectors({names.get(name, name): value for name, value in self.vectors.items()})
-
-    def _with_vectors(self, vectors: dict[str, torch.Tensor]) -> RequestGate:
-        return dataclasses.replace(self, vectors=vectors)
+        return dataclasses.replace(self, texts={names.get(name, name): value for name, value in self.texts.items()})
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read(self, requests: Sequence[Request], batch_size: int = 16) -> torch.Tensor:
-        """Compute the vectors of requests, float32 [R, L, d]: the mean of each FFN's input over a request's tokens."""
+        """
+        Compute the vectors of requests, float32 [R, L, d]: the mean of each FFN's input over a request's tokens. Values
+        have the precision of float16, in which `save_pretrained` keeps them.
+        """
         _check_requests(requests, "requests")
         if not len(requests):
             return torch.zeros(0, len(self.modules), text_config(self.model).hidden_size)
-        texts = [request_text(request) for request in requests]
+        texts = [one_form(self.reader.cut(request_text(request))) for request in requests]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths need little padding
         found: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
@@ -313,21 +380,79 @@ class RequestGate:
         batches = (self.reader.batch([texts[i] for i in order[at : at + batch_size]]) for at in starts)
         base_passes(self.model, batches, self.modules, add, only=True)
         vectors_RLD = torch.stack([torch.cat(of_layer) for of_layer in found], 1)
-        return vectors_RLD[torch.tensor(order).argsort()]
-
-    def scores(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Return the score of each request for each of `columns`, float64 [R, n], about 0 to 1."""
-        return self.classifier(self.read(requests))
+        return vectors_RLD[torch.tensor(order).argsort()].clamp(-6e4, 6e4).half().float()
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:
         """Return the adapter for each request, or None for the base. A request without words goes to the base."""
-        names = [*self.vectors, *[BASE] * len(self.gone)]
-        scores_RN = self.scores(requests)
-        if BASE in names:
-            scores_RN[:, names.index(BASE)] += self.margin
-        picked = [names[i] for i in scores_RN.argmax(1).tolist()]
-        spoken = [bool(request_text(request).strip()) for request in requests]
-        return [name if has_words and name != BASE else None for name, has_words in zip(picked, spoken, strict=True)]
+        return [choice.name for choice in self.choose(requests)]
+
+    def scores(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Return the scores of the text that decided for each request, float64 [R, n]; see `columns` and `choose`."""
+        found = [[*choice.scores.values()] for choice in self.choose(requests)]
+        return torch.tensor(found, dtype=torch.float64).reshape(len(found), len(self.columns))
+
+    def choose(self, requests: Sequence[Request]) -> list[Choice]:
+        """
+        Return the adapter for each request, with the scores and the text that decided.
+
+        The last user message decides, or the message before it if the last one refers to it.
+        """
+        _check_requests(requests, "requests")
+        turns = [[text for turn in user_turns(request) if (text := turn.strip())] or [""] for request in requests]
+        choices: dict[int, Choice] = {}
+        earlier, open_ = 0, [*range(len(turns))]
+        while open_:
+            found = self._choose([turns[i][earlier] for i in open_])
+            refers = [as_before and earlier + 1 < len(turns[i]) for i, (_, as_before) in zip(open_, found, strict=True)]
+            choices |= {i: choice for i, (choice, _) in zip(open_, found, strict=True)}
+            open_, earlier = [i for i, again in zip(open_, refers, strict=True) if again], earlier + 1
+        return [choices[i] for i in range(len(turns))]
+
+    def _choose(self, texts: Sequence[str]) -> list[tuple[Choice, bool]]:
+        """Return the choice for each message by itself, and whether the message refers to an earlier one."""
+        parts = [parts_of(text) for text in texts]
+        parts = [of_text if len(of_text) > 1 and self.lists else [] for of_text in parts]
+        flat = [*texts, *(part for of_text in parts for part in of_text)]
+        raw_RN = self.classifier(self.read(flat))
+        scores_RN, lead_R = self._of_columns(raw_RN)
+        lead = lead_R.tolist()
+        at, found = len(texts), []
+        for i, (text, of_text) in enumerate(zip(texts, parts, strict=True)):
+            span = range(at, at := at + len(of_text))
+            decides = i if lead[i] > 0 or not of_text else max(i, *span, key=lambda j: lead[j])
+            is_for_adapter = bool(text) and lead[decides] > 0
+            if self.lists:
+                about_R = raw_RN[:, self._classes.index(ABOUT)]
+                if clear := [j for j in span if about_R[j] > CLEARLY_ABOUT]:
+                    decides, is_for_adapter = clear[0], False
+            scores = dict(zip(self.columns, scores_RN[decides].tolist(), strict=True))
+            best = max(self.names, key=scores.__getitem__)
+            choice = Choice(best if is_for_adapter else None, scores, flat[decides])
+            refers = not is_for_adapter and bool(self.lists) and self._classes[int(raw_RN[i].argmax())] == AS_BEFORE
+            found.append((choice, refers))
+        return found
+
+    def _of_columns(self, raw_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores of the `columns` from scores of all classes, and the best adapter's lead beyond the margin."""
+        adapters = [self._classes.index(name) for name in self.names]
+        scores_RN, best_R = raw_RN[:, adapters], raw_RN[:, adapters].max(1).values
+        if not self._for_base:
+            return scores_RN, torch.full_like(best_R, torch.inf)
+        base_R = raw_RN[:, self._for_base].max(1).values
+        return torch.cat([scores_RN, base_R[:, None]], 1), best_R - base_R - self.margin
+
+    def left_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return scores of the gate's own texts, each by a gate without this text, float64 [R, n], and the index of the
+        column that each text is for, [R].
+        """
+        raw_RN, adapters = self.classifier.left_out_RN, [self._classes.index(name) for name in self.names]
+        scores_RN = raw_RN[:, adapters]
+        if self._for_base:
+            scores_RN = torch.cat([scores_RN, raw_RN[:, self._for_base].max(1, keepdim=True).values], 1)
+        column_N = torch.full((len(self._classes),), len(adapters))
+        column_N[adapters] = torch.arange(len(adapters))
+        return scores_RN, column_N[self.classifier.class_R]
 
     # --- files -------------------------------------------------------------------------------------------------------
 
@@ -340,9 +465,10 @@ class RequestGate:
         reader = self.reader
         about = {
             "base": self.base, "revision": self.revision, "chat": reader.chat, "max_length": reader.max_length,
-            "penalty": self.penalty, "margin": self.margin,
+            "penalty": self.penalty, "lose": self.lose, "margin": self.fixed_margin,
         }  # fmt: skip
-        _write(Path(folder, FILE), about, self.vectors, self.gone)
+        saved = _Saved(about, self.texts, self.gone, self.lists, self.read([_PROBE]))
+        saved.write(Path(folder, FILE))
 
     @classmethod
     def from_pretrained(
@@ -358,16 +484,22 @@ class RequestGate:
             dtype: dtype of the base's weights.
         """
         path = Path(folder, FILE)
-        about, vectors, gone = _read(path)
+        saved = _Saved.read(path)
+        about = saved.about
         if tokenizer is None and Path(folder, "tokenizer_config.json").is_file():
             tokenizer = read_tokenizer(folder, path.parent)
         revision = None if base else about["revision"]
         model, tokenizer, named, layers = _opened(base or about["base"], tokenizer, dtype, revision)
         reader = RequestReader(tokenizer, about["chat"], about["max_length"])
         named = named or about["base"]
-        gate = cls(model, reader, vectors, named, revision, about["penalty"], layers, about["margin"], gone)
-        shape, every = (len(gate.modules), text_config(model).hidden_size), [*vectors.values(), *gone.values()]
-        if any(tuple(value.shape[1:]) != shape or not value.isfinite().all() for value in every):
+        gate = cls(
+            model, reader, saved.texts, saved.lists, named, revision, about["penalty"], layers, about["lose"],
+            about["margin"], saved.gone,
+        )  # fmt: skip
+        shape, every = (len(gate.modules), text_config(model).hidden_size), saved.vectors()
+        fits = all(tuple(x_RLD.shape[1:]) == shape and bool(x_RLD.isfinite().all()) for x_RLD in every)
+        # A quantized base reads nearly the same; other weights or another tokenizer do not.
+        if not fits or torch.cosine_similarity(gate.read([_PROBE]), saved.probe, dim=-1).mean() < 0.9:
             raise InputError(
                 f"{path}: was made with the base {about['base']!r}; {named!r} is another one, with {shape[1]} features "
                 f"in {shape[0]} layers that decide"
@@ -375,80 +507,81 @@ class RequestGate:
         return gate
 
 
-def _write(
-    path: Path, about: Mapping[str, Any], vectors: Mapping[str, torch.Tensor], gone: Mapping[str, torch.Tensor]
-) -> None:
-    tensors = {str(i): x_RLD.contiguous() for i, x_RLD in enumerate([*vectors.values(), *gone.values()])}
-    about = {**about, "names": [*vectors], "gone": [*gone]}
-    save_file(tensors, path, metadata={"request_gate": json.dumps(about)})
+class _Saved(NamedTuple):
+    """What the file of a gate has."""
 
+    about: dict[str, Any]
+    texts: dict[str, Texts]
+    gone: dict[str, Texts]
+    lists: dict[str, torch.Tensor]
+    probe: torch.Tensor  # vector of `_PROBE`, [1, L, d]: which base it was
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Read a file of `_write`: settings, vectors by name, and vectors of removed adapters by name."""
-    if not path.is_file():
-        raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
-    with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
-        read = json.loads((file.metadata() or {})["request_gate"])
-        names, gone = ([str(name) for name in read[key]] for key in ("names", "gone"))
-        tensors = [file.get_tensor(str(i)).float() for i in range(len(names) + len(gone))]
-        about = {
-            "base": str(read["base"]), "revision": read["revision"], "chat": bool(read["chat"]),
-            "max_length": int(read["max_length"]), "penalty": float(read["penalty"]),
-            "margin": float(read["margin"]),
-        }  # fmt: skip
-    whole = names and all(value.dim() and len(value) for value in tensors) and len({*names, *gone}) == len(tensors)
-    finite = math.isfinite(about["penalty"]) and math.isfinite(about["margin"]) and isinstance(read["chat"], bool)
-    if not (whole and finite and about["penalty"] > 0 and about["max_length"] > 0):
-        raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
-    return about, dict(zip(names, tensors, strict=False)), dict(zip(gone, tensors[len(names) :], strict=True))
+    def vectors(self) -> list[torch.Tensor]:
+        """Return all vectors, each [R, L, d]."""
+        of_texts = [
+            x for of in (*self.texts.values(), *self.gone.values()) for x in (of.vectors, of.misspelled, of.quoted)
+        ]
+        return [*of_texts, *self.lists.values(), self.probe]
+
+    def without(self, names: Sequence[str]) -> _Saved:
+        """Return the same without some adapters."""
+        texts, gone = ({name: of for name, of in part.items() if name not in names} for part in (self.texts, self.gone))
+        return self._replace(texts=texts, gone=gone)
+
+    def write(self, path: Path) -> None:
+        tensors = {"probe": self.probe, **{f"lists.{name}": x_RLD for name, x_RLD in self.lists.items()}}
+        for i, of in enumerate([*self.texts.values(), *self.gone.values()]):
+            tensors |= {f"{i}.{key}": value for key, value in vars(of).items()}
+        tensors = {
+            name: value.half().contiguous() if value.is_floating_point() else value.contiguous()
+            for name, value in tensors.items()
+        }
+        about = {**self.about, "names": [*self.texts], "gone": [*self.gone], "lists": [*self.lists]}
+        save_file(tensors, path, metadata={"request_gate": json.dumps(about)})
+
+    @classmethod
+    def read(cls, path: Path) -> _Saved:
+        if not path.is_file():
+            raise InputError(f"{str(path.parent)!r}: has no {FILE}; make it with moe-peft mix or RequestGate.fit")
+        with reading(f"{path}: cannot be read", "make it again"), safe_open(path, framework="pt") as file:
+            read = json.loads((file.metadata() or {})["request_gate"])
+            names, gone, lists = ([str(name) for name in read[key]] for key in ("names", "gone", "lists"))
+
+            def floats(name: str) -> torch.Tensor:
+                return file.get_tensor(name).float()
+
+            of_names = [
+                Texts(
+                    floats(f"{i}.vectors"),
+                    file.get_tensor(f"{i}.digests").long(),
+                    floats(f"{i}.misspelled"),
+                    floats(f"{i}.quoted"),
+                )
+                for i in range(len(names) + len(gone))
+            ]
+            about = {
+                "base": str(read["base"]), "revision": read["revision"], "chat": bool(read["chat"]),
+                "max_length": int(read["max_length"]), "penalty": float(read["penalty"]), "lose": float(read["lose"]),
+                "margin": None if read["margin"] is None else float(read["margin"]),
+            }  # fmt: skip
+            saved = cls(
+                about, dict(zip(names, of_names, strict=False)), dict(zip(gone, of_names[len(names) :], strict=True)),
+                {name: floats(f"lists.{name}") for name in lists}, floats("probe"),
+            )  # fmt: skip
+        whole = all(x_RLD.dim() == 3 for x_RLD in saved.vectors()) and {*lists} in (set(), {ABOUT, FILLER, AS_BEFORE})
+        whole = whole and all(len(of) and of.digests.shape == (len(of),) for of in of_names)
+        unique = len({*names, *gone}) == len(of_names) and {*names} - {BASE}
+        numbers = math.isfinite(about["penalty"]) and about["penalty"] > 0 and about["max_length"] > 0
+        numbers = numbers and 0 <= about["lose"] < 1 and math.isfinite(about["margin"] or 0)
+        if not (whole and unique and numbers and isinstance(read["chat"], bool)):
+            raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
+        return saved
 
 
 def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:
     """Copy the gate for requests from a mixture's folder, if it has one, without the adapters `names`."""
     if (source / FILE).is_file():
-        about, *parts = _read(source / FILE)
-        _write(folder / FILE, about, *({n: x for n, x in part.items() if n not in names} for part in parts))
-
-
-class KernelRidge:
-    """
-    Kernel ridge regression from the vectors of texts to their class, with a Gaussian kernel: far from all texts, scores
-    are 0. Classes have the same weight, however many texts they have. Layers have the same weight, too. The kernel's
-    width is the root mean square distance of two texts.
-
-    Args:
-        classes: the vectors of each class's texts, [R, L, d]. A class with more than `TEXTS`/n texts is thinned out
-            evenly.
-        penalty: λ.
-    """
-
-    def __init__(self, classes: Sequence[torch.Tensor], penalty: float) -> None:
-        # Time grows with the cube of the number of texts, and memory with its square.
-        step_N = [-(-len(x_RLD) * len(classes) // TEXTS) for x_RLD in classes]
-        classes = [x_RLD[::step].float() for x_RLD, step in zip(classes, step_N, strict=True)]
-        x_RLD = torch.cat(classes)
-        self.mean_LD = x_RLD.mean(0)
-        variance_L = x_RLD.var(0, correction=0).sum(-1)
-        self.scale_L1 = (2 * len(variance_L) * variance_L).sqrt().clamp_min(1e-12)[:, None]
-        self.x_RF = self._scaled(x_RLD)
-        count_N = torch.tensor([len(of_class) for of_class in classes])
-        class_R = torch.arange(len(classes)).repeat_interleave(count_N)
-        kernel_RR = self._kernel(self.x_RF)
-        kernel_RR.diagonal().add_(penalty * count_N[class_R].double() * len(classes) / len(x_RLD))
-        target_RN = torch.eye(len(classes), dtype=torch.float64)[class_R]
-        self.coefficients_RN = torch.cholesky_solve(target_RN, torch.linalg.cholesky(kernel_RR))
-
-    def __call__(self, x_RLD: torch.Tensor) -> torch.Tensor:
-        """Return scores of vectors [R, L, d] for each class, float64 [R, n]."""
-        return self._kernel(self._scaled(x_RLD.float())) @ self.coefficients_RN
-
-    def _scaled(self, x_RLD: torch.Tensor) -> torch.Tensor:
-        """Center and scale vectors, so squared distances of the texts have mean 1, [R, L·d]."""
-        return ((x_RLD - self.mean_LD) / self.scale_L1).flatten(1)
-
-    def _kernel(self, x_RF: torch.Tensor) -> torch.Tensor:
-        """Return exp(−d²/2) for the distances d from vectors to the texts' vectors, float64."""
-        return torch.cdist(x_RF, self.x_RF).double().square().mul(-0.5).exp()
+        _Saved.read(source / FILE).without(names).write(folder / FILE)
 
 
 def _quarter(layers: int) -> int:

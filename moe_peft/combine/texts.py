@@ -21,7 +21,7 @@ from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
 from .held_out import AnswerChecker, HeldOutRows
 from .mix_settings import OURS, MixSettings
-from .request_gate import Request, read_neutral, request_of, request_text
+from .request_texts import Request, read_neutral, request_of, request_text
 
 logger = logging.getLogger("moe_peft")
 

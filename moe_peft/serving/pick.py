@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..combine.request_gate import BASE, RequestGate, request_text
+from ..combine.request_gate import BASE, RequestGate
+from ..combine.request_texts import request_text
 from ..utils.messages import InputError, choice_error, one_line
 
 HEADER = "x-moe-peft-adapter"

@@ -439,7 +439,15 @@ FORMATS: dict[str, Callable[[str], dict]] = {
 def test_fit_makes_the_gate_of_the_requests_in_files(gate, tmp_path, capsys, kind):
     files = [write(tmp_path / f"{name}.jsonl", map(FORMATS[kind], of_name)) for name, of_name in TEXTS.items()]
     (tmp_path / "neutral.txt").write_text("# general\n" + "\n".join(NEUTRAL))
-    options = ["--base", gate.base, "--neutral", str(tmp_path / "neutral.txt"), "--gate", str(tmp_path / "gate")]
+    options = [
+        "--base",
+        gate.base,
+        "--neutral",
+        str(tmp_path / "neutral.txt"),
+        "--neutral-only",
+        "--gate",
+        str(tmp_path / "gate"),
+    ]
     main(["pick", "--fit", "--data", *files, *options])
     printed = capsys.readouterr().out
     assert "math: 24 requests\ncode: 40 requests\nprose: 16 requests\nbase: 30 requests\n" in printed
@@ -463,7 +471,7 @@ def test_fit_takes_labels_of_a_column_or_of_flags(gate, tmp_path, capsys):
         return RequestGate.from_pretrained(tmp_path / "gate")
 
     made = fit(file, "--label-column", "of")
-    assert {name: len(x) for name, x in made.vectors.items() if name != "base"} == dict.fromkeys(sorted(TEXTS), 9)
+    assert {name: len(x) for name, x in made.texts.items() if name != "base"} == dict.fromkeys(sorted(TEXTS), 9)
     again = ["--fit", "--base", gate.base, "--gate", tmp_path / "gate", "--data", file, "--label-column", "of"]
     assert "gate': is not empty; choose another" in ends(again, capsys)
     assert fit(file, "--label-column", "of", "--labels", "prose", "code").names == ["prose", "code"]
@@ -479,6 +487,9 @@ BAD = {
     "no data": (["--fit", "--base", "b"], "fit=True: give base and data"),
     "no base": (["--fit", "--data", "d.jsonl"], "fit=True: give base and data"),
     "data alone": (["--data", "d.jsonl"], "--data, --neutral: go with fit"),
+    "ours left out of nothing": (
+        ["--fit", "--base", "{base}", "--data", "{d}", "--neutral-only"], "--neutral-only=True: goes with neutral"
+    ),
     "neutral alone": (["--neutral", "n.txt"], "--data, --neutral: go with fit"),
     "labels alone": (["--labels", "a"], "--labels, --label-column: go with data"),
     "files and a column": (
@@ -499,7 +510,7 @@ BAD = {
         ["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "nowhere"], "neutral='nowhere': no such file"
     ),
     "a neutral file without lines": (
-        ["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "{few}"], "has 0 lines; give eight or more"
+        ["--fit", "--base", "{base}", "--data", "{d}", "--neutral", "{few}"], "has 0 lines; give 1 or more"
     ),
     "no words": (["--fit", "--base", "{base}", "--data", "{silent}"], "'silent' has none with words"),
     "a row without a label": (

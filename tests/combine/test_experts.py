@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe, prune_experts
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.mix import mix
-from moe_peft.combine.request_gate import _read
+from moe_peft.combine.request_gate import _Saved
 from moe_peft.models.steering import only_expert
 from tests.helpers.close import assert_near
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
@@ -274,7 +274,8 @@ def made(case: Path, folder: Path, names: Sequence[str], data: str) -> dict[str,
 
 def load_gate(folder: Path) -> dict[str, torch.Tensor]:
     """What a gate for requests has read, by name."""
-    return _read(folder / "request_gate.safetensors")[1]
+    saved = _Saved.read(folder / "request_gate.safetensors")
+    return {name: texts.vectors for name, texts in saved.texts.items()}
 
 
 def same_gates(folder: Path, other: Path) -> None:

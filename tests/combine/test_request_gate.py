@@ -22,13 +22,16 @@ from transformers import (
 )
 
 from moe_peft import RequestGate
-from moe_peft.combine.request_gate import (
-    FILE,
-    KernelRidge,
-    RequestReader,
-    copy_without,
+from moe_peft.combine.kernel_ridge import KernelRidge, thinning
+from moe_peft.combine.request_gate import FILE, RequestReader, copy_without
+from moe_peft.combine.request_texts import (
+    PARTS,
+    misspelled,
     neutral_requests,
+    one_form,
+    parts_of,
     request_text,
+    user_turns,
 )
 from moe_peft.native.folders import DenseFolder
 from moe_peft.utils.messages import InputError
@@ -75,11 +78,45 @@ def test_the_regression_minimizes_its_weighted_loss():
     assert KernelRidge(classes, penalty)(100 + new).abs().max() < 1e-6  # like none of the texts
 
 
-def test_of_many_texts_evenly_spaced_ones_are_used(monkeypatch):
-    monkeypatch.setattr("moe_peft.combine.request_gate.TEXTS", 8)
+def test_a_left_out_score_is_the_score_of_a_regression_without_the_text():
+    """By another route: the regression is fitted again without each text and its copies, with the same scales."""
+    generator, counts, penalty = torch.Generator().manual_seed(0), (5, 3, 9), 0.1
+    classes = [torch.randn(n, 2, 8, generator=generator) + i for i, n in enumerate(counts)]
+    number = [0, 1, 2, 3, 0, 5, 6, 2, 8, 9, 10, 11, 12, 9, 9, 15, 16]
+    whole = KernelRidge(classes, penalty, torch.tensor(number).split(counts))
+    kernel = whole._kernel(whole.x_RF)
+    weight = torch.tensor([penalty * counts[c] * len(counts) / sum(counts) for c in whole.class_R]).double()
+    for i in range(sum(counts)):
+        others = [j for j in range(sum(counts)) if number[j] != number[i]]
+        fitted = torch.linalg.solve(kernel[others][:, others] + weight[others].diag(), whole.target_RN[others])
+        assert_near(whole.left_out_RN[i], kernel[i, others] @ fitted, dtype=torch.float32)  # of the distances
+
+
+def test_a_text_that_two_classes_share_counts_for_both():
     generator = torch.Generator().manual_seed(0)
-    few, many = (torch.randn(n, 2, 16, generator=generator) for n in (3, 10))
-    assert torch.equal(KernelRidge([few, many], 0.1)(many), KernelRidge([few, many[::3]], 0.1)(many))
+    own, third = (torch.randn(6, 2, 16, generator=generator) + 3 * i for i in (0, 2))
+    digests = [torch.arange(6), torch.arange(6), torch.arange(6, 12)]
+    shared = KernelRidge([own, own, third], 0.03, digests)(own)
+    assert_near(shared[:, 0], shared[:, 1], dtype=torch.float32)
+    assert shared[:, :2].min() > 0.8 and KernelRidge([own, own, third], 0.03)(own)[:, :2].max() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "kept"),
+    [((3, 10), 8, (3, 5)), ((3, 10), 13, (3, 10)), ((4, 4, 100), 20, (4, 4, 12)), ((9,) * 8, 4, (1,) * 8)],
+)
+def test_of_many_texts_evenly_spaced_ones_are_used(monkeypatch, counts, most, kept):
+    """Small classes keep all of theirs; a large class loses none for the others' sake that is not needed."""
+    monkeypatch.setattr("moe_peft.combine.kernel_ridge.TEXTS", most)
+    steps = thinning(counts)
+    assert tuple(-(-count // step) for count, step in zip(counts, steps, strict=True)) == kept
+    generator = torch.Generator().manual_seed(0)
+    classes = [torch.randn(n, 2, 16, generator=generator) for n in counts]
+    thinned = [x[::step] for x, step in zip(classes, steps, strict=True)]
+    monkeypatch.setattr("moe_peft.combine.kernel_ridge.TEXTS", 10**6)
+    expected = KernelRidge(thinned, 0.1)(classes[-1])
+    monkeypatch.setattr("moe_peft.combine.kernel_ridge.TEXTS", most)
+    assert torch.equal(KernelRidge(classes, 0.1)(classes[-1]), expected)
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -108,14 +145,14 @@ def of_one(model, tokenizer, whole: str, part: slice) -> torch.Tensor:
 def test_vectors_are_means_over_the_requests_own_tokens(base, chat):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
     gate = RequestGate(model, RequestReader(tokenizer, chat), {})
-    texts = ["What is 3 + 4?", "a", "assistant", "user", "  Sort a list, in a language with many words.\n", "äöü → 3"]
+    texts = ["What is 3 + 4?", "a", "assistant", "user", "  Sort a list,  in a language with\nmany words.\n", "ÄÖÜ → 3"]
     expected = []
-    for each in map(str.strip, texts):
+    for each in ["what is 3 + 4", "a", "assistant", "user", "sort a list in a language with many words", "äöü → 3"]:
         before = "<|user|>" if chat else ""
         whole = f"{before}{each}<|end|><|assistant|>" if chat else f"{each}\n"
         expected.append(of_one(model, tokenizer, whole, slice(len(before), len(before) + len(each))))
     for batch_size in (1, 4, 16):
-        assert_near(gate.read(texts, batch_size), torch.stack(expected))
+        assert_near(gate.read(texts, batch_size), torch.stack(expected), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -129,12 +166,13 @@ def test_a_long_request_is_read_up_to_max_length(base, chat):
     assert_near(read[0], read[1])
     whole = tokenizer.apply_chat_template([{"role": "user", "content": "01234567"}], tokenize=False) if chat else ""
     start = whole.find("01234567") if chat else 0
-    assert_near(read[0], of_one(model, tokenizer, whole or "01234567", slice(start, start + 8)))
+    expected = of_one(model, tokenizer, whole or "01234567", slice(start, start + 8))
+    assert_near(read[0], expected, dtype=torch.float16)
     assert gate.reader.batch(["7" * 10**8])["input_ids"].shape[1] < 200
 
 
 @pytest.mark.parametrize("words", [1, 5000])
-def test_system_prompts_answers_and_earlier_turns_are_not_read(gate, words):
+def test_system_prompts_and_answers_are_not_read_nor_turns_without_need(gate, words):
     asked = [[{"role": "user", "content": each}] for each in ("0x1x2", "{x}", "axexi")]
     earlier = [{"role": "user", "content": "first " * words}, {"role": "assistant", "content": "an answer"}]
     after = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "content": "a result"}]
@@ -180,8 +218,65 @@ def test_without_offsets_all_tokens_count(base):
     slow = RequestGate.fit(model, TEXTS, NEUTRAL, tokenizer=Slow(tokenizer), chat=True)
     whole = "<|user|>0x1x2<|end|><|assistant|>"
     expected = of_one(model, tokenizer, whole, slice(0, len(whole)))
-    assert_near(slow.read(["0x1x2"])[0], expected)
+    assert_near(slow.read(["0x1x2"])[0], expected, dtype=torch.float16)
     assert slow.pick(["0x1x2x3", "{x}x("]) == ["math", "code"]
+
+
+# --- forms of a request ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["What is 3 + 4?", "what is 3 + 4", "WHAT IS 3 + 4!", " What  is\n3 + 4 ", "what is 3 + 4 ..."]
+)
+def test_writings_of_one_request_are_read_the_same(gate, text):
+    assert torch.equal(gate.read([text]), gate.read(["what is 3 + 4"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("Cafe\u0301?", "caf\u00e9"), ("?", "?"), ("", "?"), ("x = 3.14; y", "x = 3.14 y"), ("ＡＢ。", "ａｂ。")],
+)
+def test_one_form(text, expected):
+    assert one_form(text) == expected and one_form(expected) == expected
+
+
+def test_parts_are_sentences_and_lines():
+    text = "Hello! I pay 3.50 for it.\n\nWhat is  it: a or b?\n好。谢谢"
+    assert parts_of(text) == ["Hello!", "I pay 3.50 for it.", "What is  it:", "a or b?", "好。", "谢谢"]
+    many = parts_of("\n".join(map(str, range(1000))))
+    assert len(many) == PARTS and many[0] == "0" and many[-1] == "999"
+
+
+def test_typing_errors_are_always_the_same_and_keep_most_words():
+    text = "please transfer three hundred dollars from checking to savings tomorrow"
+    assert misspelled(text) == misspelled(text) != text
+    pairs = list(zip(misspelled(text).split(" "), text.split(" "), strict=True))
+    assert 1 <= sum(a != b for a, b in pairs) <= 6 and all(abs(len(a) - len(b)) <= 1 for a, b in pairs)
+    assert misspelled("") == "" and misspelled("a b") == "a b"
+
+
+def test_turns_of_the_user_the_last_first():
+    chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    assert user_turns(chat) == ["c", "a"] and user_turns("a") == ["a"] and user_turns([]) == []
+
+
+def test_the_margin_loses_the_share_that_was_asked_for(gate):
+    scores, own = gate.left_out()
+    of_adapters = own < len(gate.names)
+    lead = (scores[:, :-1].max(1).values - scores[:, -1])[of_adapters]
+    margins = []
+    for lose in (0.0, 0.05, 0.25, 0.5):
+        margins.append(dataclasses.replace(gate, lose=lose).margin)
+        assert float((lead < margins[-1]).double().mean()) == pytest.approx(lose, abs=0.02)
+    assert margins == sorted(margins) and gate.margin == dataclasses.replace(gate, lose=0.02).margin
+
+
+def test_adapters_with_the_same_texts_do_not_lose_them_to_the_base(base):
+    """And their texts go to one of the two."""
+    same = {**TEXTS, "again": TEXTS["math"], "and again": [text.upper() + "." for text in TEXTS["math"]]}
+    gate = RequestGate.fit(base, same, NEUTRAL, chat=True)
+    picked = gate.pick(requests("math", 20, seed=1))
+    assert sum(name in ("math", "again", "and again") for name in picked) >= 18
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------
@@ -203,9 +298,9 @@ def test_an_adapter_must_be_above_the_base_by_a_margin(gate):
     scores = gate.scores(asked)
     best, base = scores[:, :-1].max(1).values, scores[:, -1]
     for margin in (0.0, 0.1, 0.5, 2.0):
-        picked = dataclasses.replace(gate, margin=margin).pick(asked)
+        picked = dataclasses.replace(gate, fixed_margin=margin).pick(asked)
         assert [name is not None for name in picked] == (best > base + margin).tolist()
-    assert not any(dataclasses.replace(gate, margin=2.0).pick(asked))
+    assert not any(dataclasses.replace(gate, fixed_margin=2.0).pick(asked))
 
 
 def test_whether_requests_are_chats_follows_from_those_given(base):
@@ -217,7 +312,7 @@ def test_whether_requests_are_chats_follows_from_those_given(base):
 
 
 def test_ours_are_the_neutral_requests_by_default(base):
-    assert len(RequestGate.fit(base, {"math": TEXTS["math"]}).vectors["base"]) == len(neutral_requests()) > 100
+    assert len(RequestGate.fit(base, {"math": TEXTS["math"]}).texts["base"]) == len(neutral_requests()) > 300
 
 
 def test_the_first_layers_choose_as_the_whole_model_does(base, gate):
@@ -232,8 +327,8 @@ def test_nothing_is_left_of_an_adapter_that_is_taken_out(base, gate):
     without_code = gate.without_adapter("code")
     assert without_code.names == never.names and torch.equal(without_code.scores(NEUTRAL), never.scores(NEUTRAL))
     back = without_code.with_adapter("code", TEXTS["code"])
-    assert back.names == ["math", "prose", "code"] and [*back.vectors][-1] == "base"
-    order = [[*back.vectors].index(name) for name in gate.vectors]
+    assert back.names == ["math", "prose", "code"] and back.columns[-1] == "base"
+    order = [back.columns.index(name) for name in gate.columns]
     assert_near(back.scores(NEUTRAL)[:, order], gate.scores(NEUTRAL), dtype=torch.float32)
     assert gate.names == [*TEXTS]  # which is as it was
     with pytest.raises(InputError, match="adapter='law': must be one of math, code, prose"):
@@ -245,10 +340,9 @@ def test_the_base_answers_for_an_adapter_that_is_gone(base, gate, tmp_path):
     gone = gate.without_adapter("code", to_base=True)
     assert gone.names == ["math", "prose"] and gate.names == [*TEXTS]
     # Its requests go to the base, and no other request goes elsewhere: the texts are still told apart as before.
-    for each, names in ((gate, [*TEXTS, "base"]), (gone, ["math", "prose", "base", "code"])):
+    for each, names, best in ((gate, [*TEXTS, "base"], "code"), (gone, ["math", "prose", "base"], "base")):
         assert each.columns == names
-        best = each.scores(asked["code"]).mean(0).argmax()
-        assert names[best] == "code" and each.scores(asked["code"]).shape[1] == len(names)
+        assert names[each.scores(asked["code"]).mean(0).argmax()] == best
     before, after = (g.pick([text for of in asked.values() for text in of] + NEUTRAL) for g in (gate, gone))
     assert "code" in before and after == [None if name == "code" else name for name in before]
     gone.save_pretrained(tmp_path)
@@ -258,7 +352,7 @@ def test_the_base_answers_for_an_adapter_that_is_gone(base, gate, tmp_path):
     copy_without(tmp_path, tmp_path / "pruned", ["math"])  # as `prune` does
     assert RequestGate.from_pretrained(tmp_path / "pruned", base).pick(asked["code"]) == [None] * 8
     # It may come back, or leave without a trace.
-    assert [*gone.with_adapter("code", TEXTS["code"]).vectors] == ["math", "prose", "code", "base"]
+    assert [*gone.with_adapter("code", TEXTS["code"]).texts] == ["math", "prose", "code", "base"]
     assert not gone.with_adapter("code", TEXTS["code"]).gone
     never = gone.without_adapter("code")
     assert not never.gone and torch.equal(never.scores(NEUTRAL), gate.without_adapter("code").scores(NEUTRAL))
@@ -271,6 +365,11 @@ def test_an_adapter_of_the_same_name_replaces(base, gate):
     expected = RequestGate.fit(base, {**TEXTS, "code": new}, NEUTRAL, chat=True)
     replaced = gate.with_adapter("code", new)
     assert replaced.names == gate.names and torch.equal(replaced.scores(NEUTRAL), expected.scores(NEUTRAL))
+
+
+def test_the_order_of_requests_changes_nothing(base, gate):
+    backwards = RequestGate.fit(base, {name: texts[::-1] for name, texts in TEXTS.items()}, NEUTRAL[::-1], chat=True)
+    assert_near(backwards.scores(NEUTRAL), gate.scores(NEUTRAL), dtype=torch.float32)
 
 
 def test_adapters_on_the_model_are_not_used(base, gate):
@@ -300,7 +399,7 @@ def test_one_text_or_chat_is_not_many(gate, base):
             RequestGate.fit(base, {"math": one}, NEUTRAL)
     with pytest.raises(InputError, match="requests of 'base': must be a list"):
         RequestGate.fit(base, TEXTS, "neutral.txt")
-    assert gate.pick([]) == [] and gate.pick([chat]) == ["math"]
+    assert gate.pick([]) == [] and gate.pick([[{"role": "user", "content": "0x1x2"}]]) == ["math"]
 
 
 def test_chats_need_a_template_that_takes_them(base):
@@ -313,7 +412,7 @@ def test_chats_need_a_template_that_takes_them(base):
 
 def test_requests_without_words_are_for_none(gate):
     assert gate.pick(["", "0x1x2", "  ", [{"role": "system", "content": "0x1x2"}]]) == [None, "math", None, None]
-    assert len(gate.with_adapter("law", ["", "  ", "§x§"]).vectors["law"]) == 1
+    assert len(gate.with_adapter("law", ["", "  ", "§x§"]).texts["law"]) == 1
     with pytest.raises(InputError, match="'law' has none with words"):
         gate.with_adapter("law", ["", [{"role": "assistant", "content": "x"}]])
 
@@ -394,7 +493,7 @@ def test_bases_that_are_a_moe_or_see_images(kind, base, tmp_path):
     model.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "base")
     whole = RequestGate.fit(model.eval(), TEXTS, NEUTRAL, tokenizer=AutoTokenizer.from_pretrained(base))
-    assert whole.pick(["0x1x2x3", "{x}x("]) == ["math", "code"]
+    assert whole.pick([TEXTS["math"][0], TEXTS["code"][0]]) == ["math", "code"]
     if kind == "qwen3_moe":
         assert_near(RequestGate.fit(tmp_path / "base", TEXTS, NEUTRAL).read(["0x1"]), whole.read(["0x1"]))
 
@@ -426,6 +525,9 @@ BAD = {
     "penalty of 0": (changed(penalty=0), "settings that cannot be"),
     "penalty NaN": (changed(penalty=float("nan")), "settings that cannot be"),
     "penalty inf": (changed(penalty=float("inf")), "settings that cannot be"),
+    "share NaN": (changed(lose=float("nan")), "settings that cannot be"),
+    "share of 1": (changed(lose=1), "settings that cannot be"),
+    "a list gone": (changed(lists=["filler"]), "settings that cannot be"),
     "margin NaN": (changed(margin=float("nan")), "settings that cannot be"),
     "margin inf": (changed(margin=float("inf")), "settings that cannot be"),
     "a name twice": (changed(names=["math", "math", "prose", "base"]), "settings that cannot be"),
@@ -452,16 +554,27 @@ def test_damaged_and_foreign_files_end_with_one_line(gate, tmp_path, case):
         (torch.full((3, 2, 64), torch.nan), "was made with the base"),
         (torch.zeros(3, 2, 32), "with 64 features in 2 layers that decide"),
         (torch.zeros(3, 3, 64), "was made with the base"),
-        (torch.zeros(64), "was made with the base"),
+        (torch.zeros(3, 64), "has no texts"),
         (torch.zeros(0, 2, 64), "has no texts"),
     ],
 )
 def test_vectors_of_another_base(gate, tmp_path, vectors, message):
-    damaged = RequestGate(gate.model, gate.reader, gate.vectors, gate.base)
-    damaged.vectors = {**gate.vectors, "code": vectors}
-    damaged.save_pretrained(tmp_path)
+    code = dataclasses.replace(gate.texts["code"], vectors=vectors, digests=torch.arange(len(vectors)))
+    dataclasses.replace(gate, texts={**gate.texts, "code": code}).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=message):
         RequestGate.from_pretrained(tmp_path)
+
+
+def test_another_base_of_the_same_shape_is_refused(base, gate, tmp_path):
+    """With such a base each request would go to the base, without a word."""
+    gate.save_pretrained(tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(base).eval()
+    with torch.no_grad():
+        other.model.embed_tokens.weight.copy_(other.model.embed_tokens.weight.flip(0))
+    with pytest.raises(InputError, match="was made with the base"):
+        RequestGate.from_pretrained(tmp_path, other, tokenizer=AutoTokenizer.from_pretrained(base))
+    half = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
+    RequestGate.from_pretrained(tmp_path, half, tokenizer=AutoTokenizer.from_pretrained(base))
 
 
 def test_a_damaged_base_ends_with_one_line(base, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.models import tiny_llama
 
-LETTERS = {"math": "0123456789+-", "code": "(){}[];=<>", "prose": "aeiou lmnrst", "neutral": "ABCDEFGHIJKL"}
+LETTERS = {"math": "0123456789+-", "code": "(){}[];=<>", "prose": "αβγδεζηθικλμ", "neutral": "AEIOU NRSTLM"}
 
 
 def requests(name: str, count: int, seed: int = 0) -> list[str]:

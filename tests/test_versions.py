@@ -23,7 +23,7 @@ TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "de
 EVAL = ("evaluation",)  # the extra `eval` too
 DEMO = ("demo",)  # the extra `demo`
 WEB = ("web.py",)  # the extra `web`
-PICK = ("pick.py",)  # the extra `pick`
+PICK = ("pick.py", "engines.py", "records.py")  # the extra `pick`
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
 # Imported only where the program itself runs, or where a setting names it; we do not install them.

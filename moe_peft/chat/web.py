@@ -13,6 +13,7 @@ from peft import PeftModel
 
 from ..analysis.markup import STYLE, legend, painted
 from ..models.layer import router_names
+from ..utils.hosts import trusted_hosts
 from ..utils.messages import InputError
 from .conversation import Answer, Conversation, SteeringKind
 
@@ -264,12 +265,16 @@ def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port
     Raises:
         ValueError: the port is taken, or the host is not an address of this machine.
     """
+    from starlette.middleware import Middleware  # which Gradio brings
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
     demo = blocks(page, title, about)
     # Gradio requests the page once before it returns. A proxy in the environment does not reach this machine.
     direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     os.environ["no_proxy"] = f"localhost,{host},{direct}"
     try:
-        _, url, _ = demo.launch(**launch_settings(), server_name=host, server_port=port)
+        of_app = {"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=trusted_hosts(host))]}
+        _, url, _ = demo.launch(**launch_settings(), server_name=host, server_port=port, app_kwargs=of_app)
     except OSError as error:
         ports = "7860 to 7959" if port is None else port
         raise InputError(f"--host {host}, --port {ports}: taken, or not an address of this machine") from error

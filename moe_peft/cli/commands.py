@@ -18,6 +18,7 @@ class Command(NamedTuple):
         once: whether only the first of a launcher's processes runs the command.
         resumes: advice to resume a killed run; empty: nothing half-written is left.
         needs_less: advice to use less memory.
+        serves: whether the command serves until it is stopped, and so has no result to be half-written.
     """
 
     module: str
@@ -25,6 +26,7 @@ class Command(NamedTuple):
     once: bool = False
     resumes: str = ""
     needs_less: str = "use a machine with more"
+    serves: bool = False
 
 
 PLUGINS: list[str] = []  # modules imported first in this run
@@ -54,13 +56,16 @@ COMMANDS: dict[str, Command] = {
         "talk with a model, and see and steer which experts answer",
         once=True,
         needs_less="set --load-in-4bit, or lower --max-new-tokens",
+        serves=True,
     ),
     "inspect": Command(".inspect", "report where a model's tokens go", once=True, needs_less=_BATCHES),
     "eval": Command(".eval", "evaluate a model on tasks of lm-evaluation-harness", needs_less="lower --batch-size"),
     "mix": Command(
         ".mix", "make one mixture of LoRA adapters or dense models, without training", once=True, needs_less=_BATCHES
     ),
-    "pick": Command(".pick", "answer each request with the LoRA that it is for: a proxy before vLLM", once=True),
+    "pick": Command(
+        ".pick", "answer each request with the LoRA that it is for: a proxy before vLLM", once=True, serves=True
+    ),
     "upcycle": Command(".upcycle", "make a native MoE from dense models", once=True),
     "prune": Command(".prune", "drop experts of an adapter or a native MoE", once=True, needs_less=_BATCHES),
     "export": Command(".export", "make a native MoE from a MoE-LoRA adapter and its base", once=True),

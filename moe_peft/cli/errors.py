@@ -57,9 +57,9 @@ def ends_in_one_line(name: str | None) -> Iterator[None]:
             raise
         _end(f"error: {error}", INVALID)
     except KeyboardInterrupt:
-        _end(f"stopped: {_remedy(_command(name))}", 128 + signal.SIGINT)
+        _end(_stopped("stopped", _command(name)), 128 + signal.SIGINT)
     except _Terminated:
-        _end(f"terminated: {_remedy(_command(name))}", 128 + signal.SIGTERM)
+        _end(_stopped("terminated", _command(name)), 128 + signal.SIGTERM)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         sys.exit(128 + signal.SIGPIPE)
@@ -90,6 +90,10 @@ def _command(name: str | None) -> Command:
 
 def _remedy(command: Command) -> str:
     return command.resumes or "nothing half-written is left"
+
+
+def _stopped(how: str, command: Command) -> str:
+    return "stopped" if command.serves else f"{how}: {_remedy(command)}"
 
 
 def _end(line: str, code: int) -> NoReturn:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ..utils.hosts import trusted_hosts
 from ..utils.messages import InputError, choice_error
+from ..utils.plugins import load_function
 from ..utils.validation import Count, Flag, Integer, Number, Settings, Text, TextList
 from .settings import SettingsParser, check_files, check_models
 
@@ -29,7 +31,12 @@ examples:
 class PickSettings(Settings):
     """The settings of `moe-peft pick`."""
 
-    gate: Text = Field(title="FOLDER", description="the gate, made by --fit or by moe-peft mix")
+    gate: Text | None = Field(None, title="FOLDER", description="the gate, made by --fit or by moe-peft mix")
+    choose: Text | None = Field(
+        None,
+        title="M:F",
+        description="instead of a gate: module:function, from texts to names of adapters, None for the base",
+    )
     base: Text | None = Field(
         None,
         title="PATH",
@@ -39,20 +46,23 @@ class PickSettings(Settings):
         None, description="tokens of a request that are read; default: 1024, or the gate's"
     )
     server: Text = Field("http://127.0.0.1:8000", title="URL", description="the server that has the adapters by name")
-    names: dict[Text, Text] | None = Field(
-        None, description='its names of adapters, where they differ: {"math": "lora-math"}'
-    )
+    names: dict[Text, Text] | None = Field(None, description='its names of adapters: {"math": "lora-math"}')
     base_name: Text | None = Field(
         None, title="NAME", description="its name of the base; default: its first model that is no adapter"
     )
-    api_key: Text | None = Field(
-        None, title="KEY", description="its key, for the check at the start; default: VLLM_API_KEY of the environment"
+    server_kind: Literal["vllm", "sglang", "llama-server", "ollama", "names"] | None = Field(
+        None, title="KIND", description="vllm, sglang, llama-server, ollama or names; default: detected"
     )
+    skip_check: Flag = Field(False, description="compare no adapter's answers with the base's")
+    api_key: Text | None = Field(None, title="KEY", description="its key, for our own questions; default: VLLM_API_KEY")
     timeout: Count = Field(600, description="seconds that it may be silent during an answer")
     host: Text = Field("127.0.0.1", title="ADDRESS", description="the proxy's address; 0.0.0.0 is everyone's")
     port: Annotated[Integer, Field(ge=0, le=65535)] = Field(8100, description="the proxy's port; 0: a free one")
     served_model_name: Text = Field("auto", title="NAME", description="the model that stands for the choice")
     max_body: Count = Field(64, description="MiB of a request")
+    allowed_hosts: TextList | None = Field(None, title="NAME", description="further names of a proxy on 127.0.0.1")
+    log: Text | None = Field(None, title="FILE", description="log choices and scores as lines of JSON")
+    log_text: Flag = Field(False, description="log the texts, too")
     fit: Flag = Field(False, description="make the gate, and stop")
     data: TextList | None = Field(
         None, title="FILE", description="requests that each adapter is for: a file for each, or one with --label-column"
@@ -75,6 +85,9 @@ class PickSettings(Settings):
         files = self.data or []
         labels = self.labels or [Path(file).stem for file in files]
         rules: list[tuple[Any, str]] = [
+            (self.gate is None and (self.fit or self.choose is None), "gate=None: name the gate's folder"),
+            (self.gate and self.choose, "choose: goes without gate"),
+            (self.log_text and self.log is None, "log_text=True: goes with log"),
             (self.fit and not (self.base and files), "fit=True: give base and data, too"),
             (not self.fit and (files or self.neutral), "data, neutral: go with fit"),
             (self.neutral_only and not self.neutral, "neutral_only=True: goes with neutral"),
@@ -96,9 +109,9 @@ class PickSettings(Settings):
 
 
 _GROUPS = {
-    "Gate": ("gate", "base", "max_length"),
-    "Server": ("server", "names", "base_name", "api_key", "timeout"),
-    "Proxy": ("host", "port", "served_model_name", "max_body"),
+    "Gate": ("gate", "base", "max_length", "choose"),
+    "Server": ("server", "server_kind", "names", "base_name", "skip_check", "api_key", "timeout"),
+    "Proxy": ("host", "port", "allowed_hosts", "served_model_name", "max_body", "log", "log_text"),
     "Making a gate": ("fit", "data", "label_column", "labels", "neutral", "neutral_only", "lose", "max_examples"),
 }
 
@@ -116,17 +129,38 @@ def run(settings: PickSettings) -> None:
     if settings.fit:
         fit(settings)
         return
-    from ..combine.request_gate import RequestGate  # only now: these imports take seconds
-    from ..serving.pick import Proxy, find_engine, serve
+    from ..combine.request_gate import FILE  # only now: these imports take seconds
+    from ..serving.engines import Engine, find_engine
+    from ..serving.pick import Gatekeeper, Proxy, serve
+    from ..serving.picker import ByFunction, ByGate, Chooser, ScoredGate
+    from ..serving.records import Records
 
-    gate = RequestGate.from_pretrained(settings.gate, settings.base)
-    if settings.max_length is not None:
-        gate.reader = dataclasses.replace(gate.reader, max_length=settings.max_length)
-    key = settings.api_key or os.environ.get("VLLM_API_KEY")
-    names, served = settings.names or {}, settings.served_model_name
-    gate.pick(["a first request"])  # computes its constants before a user waits
-    engine = find_engine(settings.server, gate.names, names, settings.base_name, served, key)
-    serve(Proxy(gate, engine, served, settings.timeout, settings.max_body << 20), settings.host, settings.port)
+    def load() -> Chooser:
+        if settings.choose is not None:
+            function = load_function(settings.choose, "choose")
+            return ByFunction(function, settings.choose, [*settings.names] if settings.names else None)
+        gate = ScoredGate.from_pretrained(str(settings.gate), settings.base)
+        assert isinstance(gate, ScoredGate)
+        if settings.max_length is not None:
+            gate.reader = dataclasses.replace(gate.reader, max_length=settings.max_length)
+        gate.pick(["a first request"])  # computes its constants before a user waits
+        return ByGate(gate)
+
+    def find(choose: Chooser) -> Engine:
+        return find_engine(
+            settings.server, choose.names, settings.names or {}, settings.base_name, settings.served_model_name,
+            settings.api_key or os.environ.get("VLLM_API_KEY"), settings.server_kind,
+        )  # fmt: skip
+
+    records = Records(settings.log, settings.log_text)
+    choose = load()
+    proxy = Proxy(
+        choose, find(choose), settings.served_model_name, settings.timeout, settings.max_body << 20, records,
+        trusted_hosts(settings.host, settings.allowed_hosts or ()), not settings.skip_check,
+    )  # fmt: skip
+    if settings.gate is not None:
+        proxy.gate = Gatekeeper(Path(settings.gate, FILE), load, find)
+    serve(proxy, settings.host, settings.port)
 
 
 def fit(settings: PickSettings) -> None:
@@ -135,7 +169,7 @@ def fit(settings: PickSettings) -> None:
     from ..combine.request_texts import read_neutral
     from ..utils.io import new_folder
 
-    with new_folder(settings.gate, "gate") as folder:
+    with new_folder(str(settings.gate), "gate") as folder:
         requests = requests_by_label(settings)
         neutral = read_neutral(settings.neutral, settings.neutral_only)
         gate = RequestGate.fit(

@@ -1,136 +1,57 @@
 """
 `moe-peft pick`: a proxy in front of a server with OpenAI's API and LoRAs by name. A request for our model is forwarded
-to the adapter picked by a `RequestGate`, or to the base. All other requests are forwarded unchanged.
+to the adapter picked by a `RequestGate` or a user's function, or to the base. All other requests are forwarded
+unchanged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import re
+import signal
 import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx2
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from ..combine.request_gate import BASE, RequestGate
-from ..combine.request_texts import request_text
-from ..utils.messages import InputError, choice_error, one_line
+from ..combine.request_gate import BASE
+from ..utils.messages import InputError, one_line
+from .engines import MODELS, Engine, models_listed, warnings_of_adapters
+from .picker import ASKED, Chooser, Picker, Refused, asked_texts
+from .records import Records
+
+logger = logging.getLogger("moe_peft")
 
 HEADER = "x-moe-peft-adapter"
+VIA = (b"via", b"1.1 moe-peft")
+MOST_VALUES = 500_000  # of a body's JSON: Python parses so many in .3 s, during which no other request is served
+LONGEST_URL = 16_384  # bytes
+HEALTH_SECONDS = 5  # for the server's answer to /health
 _PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")  # other characters are percent-encoded in the header
-# Route → field of the body with the question.
-ASKED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _OF_CONNECTIONS = {  # headers of a single connection, never forwarded
-    "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te",
-    "trailer", "transfer-encoding", "upgrade",
+    b"connection", b"content-length", b"expect", b"host", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+    b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
 }  # fmt: skip
-
-
-@dataclass
-class Picker:
-    """Runs a gate for concurrent requests. Waiting requests are read in one batch, in a worker thread."""
-
-    gate: RequestGate
-    waiting: list[tuple[str, asyncio.Future[str | None]]] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None
-
-    async def pick(self, texts: Sequence[str]) -> list[str | None]:
-        """Return the adapter for each text; None for the base."""
-        asked = [(text, asyncio.get_running_loop().create_future()) for text in texts]
-        self.waiting += asked
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self._read())
-        return [await future for _, future in asked]
-
-    async def _read(self) -> None:
-        while self.waiting:
-            batch, self.waiting = self.waiting, []
-            answers = [future for _, future in batch]
-            try:
-                picked = await asyncio.to_thread(self.gate.pick, [text for text, _ in batch])
-            except Exception as error:
-                for future in answers:
-                    future.set_exception(error)
-            else:
-                for future, name in zip(answers, picked, strict=True):
-                    future.set_result(name)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """
-    Upstream server of the proxy.
-
-    Args:
-        url: the server's URL, without `/v1`.
-        base: the server's name of the base.
-        names: the gate's names of adapters → the server's names.
-        key: API key for the proxy's own requests; clients send theirs.
-    """
-
-    url: str
-    base: str
-    names: Mapping[str, str]
-    key: str | None = None
-
-
-def find_engine(
-    url: str, adapters: Sequence[str], names: Mapping[str, str], base: str | None, served: str, key: str | None = None
-) -> Engine:
-    """
-    Ask the upstream server for its models, and find the gate's adapters and the base among them.
-
-    Args:
-        adapters: the gate's names of the adapters.
-        names: the server's names of adapters, where they differ from the gate's.
-        base: the server's name of the base; None: its first model that is no adapter.
-        served: the name of our model.
-
-    Raises:
-        ValueError: the server does not answer, lacks a model, or has a model with our name.
-    """
-    url = url.rstrip("/").removesuffix("/v1")
-    source = f"server={url!r}"
-    try:
-        answer = httpx2.get(f"{url}/v1/models", headers=_authorization(key), timeout=30, trust_env=False)
-        listed = {str(model["id"]): model for model in answer.raise_for_status().json()["data"]}
-        models = {name: model.get("parent") for name, model in listed.items()}
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise InputError(f"{source}: {one_line(error)}; start it first, e.g. vllm serve BASE --enable-lora") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{source}: /v1/models is not a list of models, as OpenAI's API has it") from error
-    for name in names.keys() - set(adapters):
-        raise InputError(choice_error("names", name, adapters))
-    names = {name: names.get(name, name) for name in adapters}
-    if missing := [name for name in names.values() if name not in models]:
-        raise InputError(
-            f"{source}: has no {', '.join(missing)}, only {', '.join(models)}; start it with them (vllm serve BASE "
-            "--enable-lora --lora-modules NAME=FOLDER), or say how it calls them (--names)"
-        )
-    if base is None:
-        others = [name for name, parent in models.items() if not parent and name not in names.values()]
-        if len({listed[name].get("root", name) for name in others}) > 1:  # one model may have several names
-            raise InputError(f"{source}: has {', '.join(others)}; say which is the base (--base-name)")
-        base = next(iter(others), None)
-    if base is None or base not in models:
-        raise InputError(choice_error("base_name", base, models))
-    if served in models:
-        raise InputError(f"served_model_name={served!r}: {source} has a model of that name; give another")
-    return Engine(url, base, names, key)
-
-
-def _authorization(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"authorization": f"Bearer {key}"}
+Header = tuple[bytes, bytes]
+T = TypeVar("T")
 
 
 class Proxy:
@@ -141,115 +62,232 @@ class Proxy:
         served: the name of our model. Requests for it get the picked adapter.
         timeout: maximum seconds between two bytes of the upstream server.
         max_body: maximum bytes of a request.
+        records: counts and a log; None: without a log.
+        hosts: host names that requests may have; `"*"`: any.
+        checks_adapters: whether to warn, at the start, of adapters that answer like the base.
     """
 
-    def __init__(self, gate: RequestGate, engine: Engine, served: str, timeout: float, max_body: int) -> None:
-        self.picker, self.engine, self.served, self.max_body = Picker(gate), engine, served, max_body
-        self.picked = Counter(dict.fromkeys((*engine.names, BASE), 0))
-        # Close idle connections before the server would. Ignore proxies in the environment.
+    def __init__(
+        self,
+        choose: Chooser,
+        engine: Engine,
+        served: str,
+        timeout: float,
+        max_body: int,
+        records: Records | None = None,
+        hosts: Sequence[str] = ("*",),
+        checks_adapters: bool = False,
+    ) -> None:
+        self.served, self.max_body, self.hosts, self.checks_adapters = served, max_body, hosts, checks_adapters
+        self.records = records or Records()
+        self.worker = ThreadPoolExecutor(1)  # reads requests, and loads gates
+        self.use(choose, engine)
+        self.gate: Gatekeeper | None = None
+        # Close idle connections before the server would. Ignore proxies in the environment. Keep no cookies: they are
+        # the clients' own.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
-        self.client = httpx2.AsyncClient(limits=limits, timeout=httpx2.Timeout(timeout, connect=10), trust_env=False)
+        self.client = httpx2.AsyncClient(
+            limits=limits, timeout=httpx2.Timeout(timeout, connect=10), trust_env=False,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+        )  # fmt: skip
         self.client.headers.clear()
+
+    def use(self, choose: Chooser, engine: Engine) -> None:
+        """Choose in this way from now on. Requests that wait are chosen for as before."""
+        self.now = (Picker(choose, self.worker), engine)
+        self.records.names([*engine.names])
 
     def app(self) -> Starlette:
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
         routes = [
             Route("/health", self.health),
-            Route("/v1/models", self.models),
+            Route("/metrics", self.metrics),
+            Route(MODELS, self.models),
+            Route(f"{MODELS}/{{name:path}}", self.model),
             *(Route(path, self.ask, methods=["POST"]) for path in ASKED),
             Route("/{path:path}", self.pass_on, methods=methods),
         ]
         handlers: Any = {
-            httpx2.TimeoutException: _no_time, httpx2.HTTPError: _no_answer, _Refused: _refuse, Gone: _gone,
-            Exception: _bug,
+            httpx2.TimeoutException: _no_time, httpx2.HTTPError: _no_answer, Refused: _refuse, Gone: _gone,
+            ClientDisconnect: _gone, Exception: _bug,
         }  # fmt: skip
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=[*self.hosts], www_redirect=False)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._lifespan)
 
-        @asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            async with self.client:
-                yield
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        async with self.client:
+            background = [asyncio.create_task(self._check_adapters())] if self.checks_adapters else []
+            background += [asyncio.create_task(self.gate.watch(self))] if self.gate else []
+            yield
+            for task in background:
+                task.cancel()
+            self.worker.shutdown(wait=False, cancel_futures=True)
 
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    async def _check_adapters(self) -> None:
+        for warning in await warnings_of_adapters(self.client, self.now[1]):
+            logger.warning("%s", warning)
 
     # --- routes ------------------------------------------------------------------------------------------------------
 
     async def ask(self, request: Request) -> Response:
         """Answer a request for our model by the picked adapter. Forward any other request."""
-        content = await self.body(request)
+        content, path = await self.body(request), request.scope["path"]
+        if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
+            raise Refused(f"the request has more than {MOST_VALUES} values", 413)
         try:
             body = json.loads(content)
             ours = body["model"] == self.served
         except (ValueError, KeyError, TypeError, RecursionError):  # the server reports the error
             ours = False
         if not ours:
-            return await self.forward(request, content)
-        texts = asked_texts(body.get(ASKED[request.url.path]), request.url.path)
-        picked = {name or BASE for name in await self.picker.pick(texts)} or {BASE}
+            return await self.pass_on(request, content)
+        picker, engine = self.now
+        texts = asked_texts(body.get(ASKED[path]), path)
+        with self.records.choice_seconds.time():
+            choices = await _unless_gone(request, picker.pick(texts))
+        picked = {choice.name or BASE for choice in choices} or {BASE}
+        if unknown := picked - engine.fields.keys():
+            raise Refused(f"{', '.join(map(repr, unknown))} was chosen, which is no adapter of the server", 500)
         if len(picked) > 1:
-            raise _Refused(f"prompt: its texts are for {', '.join(sorted(picked))}; ask for each in its own request")
+            raise Refused(f"prompt: its texts are for {', '.join(sorted(picked))}; ask for each in its own request")
         (name,) = picked
-        self.picked[name] += 1
-        body["model"] = self.engine.names.get(name, self.engine.base)
-        return await self.forward(request, json.dumps(body).encode(), {HEADER: quote(name, safe=_PRINTABLE)})
+        self.records.chosen(name, choices, texts)
+        return await self._answer(request, engine, name, body)
+
+    async def _answer(self, request: Request, engine: Engine, name: str, body: dict[str, Any]) -> Response:
+        """Ask the server for an adapter, or for the base if the server has lost the adapter."""
+        start = time.monotonic()
+
+        def ended(failed: bool) -> None:
+            self.records.answered(name, time.monotonic() - start, failed)
+
+        try:
+            answer = await self.send(request, engine, json.dumps({**body, **engine.fields[name]}).encode())
+            if name != BASE and answer.status_code in (400, 404) and name in await self._lost(engine):
+                logger.warning("%s: the server no longer has it; the base answers", name)
+                await answer.aclose()
+                name = BASE
+                answer = await self.send(request, engine, json.dumps({**body, **engine.fields[name]}).encode())
+        except httpx2.HTTPError:
+            ended(failed=True)
+            raise
+        return _Streamed(answer, [(HEADER.encode(), quote(name, safe=_PRINTABLE).encode())], ended)
 
     async def models(self, request: Request) -> Response:
         """List our model and the server's models."""
-        answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_passed(request.headers.items()))
+        answer = await self.client.get(f"{self.now[1].url}{MODELS}", headers=self._headers(request, b"accept-encoding"))
         if answer.status_code != 200:
             return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        try:
+            models_listed(answer)
+        except ValueError as error:
+            raise Refused(f"the server behind moe-peft pick: {error}", 502) from error
         listed = answer.json()
-        ours = {"id": self.served, "object": "model", "created": 0, "owned_by": "moe_peft", "parent": self.engine.base}
-        return JSONResponse({**listed, "data": [ours, *listed["data"]]})
+        return JSONResponse({**listed, "data": [self._ours(), *listed["data"]]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] == self.served:
+            return JSONResponse(self._ours())
+        return await self.pass_on(request)
+
+    def _ours(self) -> dict[str, Any]:
+        about = {"id": self.served, "object": "model", "created": 0, "owned_by": "moe_peft"}
+        return {**about, "parent": self.now[1].base}
 
     async def health(self, request: Request) -> Response:
-        """Report whether the server answers, and the number of requests for each adapter."""
+        """Report whether the server answers and has all adapters, and the number of requests for each."""
+        engine = self.now[1]
         try:
-            answer = await self.client.get(f"{self.engine.url}/v1/models", headers=_authorization(self.engine.key))
-            state = "ok" if answer.status_code == 200 else f"status {answer.status_code}"
-        except httpx2.HTTPError as error:
+            lost = await self._lost(engine, strict=True)
+            state = f"has no {', '.join(lost)}" if lost else "ok"
+        except TimeoutError:
+            state = f"does not answer within {HEALTH_SECONDS} seconds"
+        except (httpx2.HTTPError, ValueError) as error:
             state = _line(error)
         about = {
-            "status": "ok", "server": self.engine.url, "server_status": state, "model": self.served,
-            "adapters": [*self.engine.names], "base": self.engine.base, "picked": self.picked,
+            "status": "ok", "server": engine.url, "server_status": state, "model": self.served,
+            "adapters": [*engine.names], "base": engine.base, "picked": self.records.picked,
         }  # fmt: skip
         return JSONResponse(about, 200 if state == "ok" else 503)
 
-    async def pass_on(self, request: Request) -> Response:
-        return await self.forward(request, await self.body(request))
+    async def _lost(self, engine: Engine, strict: bool = False) -> list[str]:
+        """Return the adapters that the server no longer has. Unless `strict`, [] if it does not say."""
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                answer = await self.client.get(f"{engine.url}{engine.kind.path}", headers=dict(engine.own))
+            if answer.status_code != 200:
+                raise ValueError(f"status {answer.status_code}")
+            return engine.missing(answer)
+        except (TimeoutError, httpx2.HTTPError, ValueError):
+            if strict:
+                raise
+            return []
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.records.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def pass_on(self, request: Request, content: bytes | None = None) -> Response:
+        """Forward a request as it is."""
+        content = await self.body(request) if content is None else content
+        return _Streamed(await self.send(request, self.now[1], content))
 
     # --- forwarding --------------------------------------------------------------------------------------------------
 
     async def body(self, request: Request) -> bytes:
+        too_large = Refused(f"the request has more than {self.max_body} bytes", 413, {"connection": "close"})
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self.max_body):
+            raise too_large  # before any of it is read, or asked for (Expect: 100-continue)
         content = bytearray()
         async for piece in request.stream():
             content += piece
             if len(content) > self.max_body:
-                raise _Refused(f"the request has more than {self.max_body} bytes", 413)
+                raise too_large
         return bytes(content)
 
-    async def forward(self, request: Request, content: bytes, more: Mapping[str, str] | None = None) -> Response:
-        """Forward a request, and stream the answer. If the client disconnects, close the connection to the server."""
-        url = httpx2.URL(self.engine.url)
-        path = request.scope["raw_path"] + (b"?" + request.scope["query_string"]).rstrip(b"?")
-        url = url.copy_with(raw_path=url.raw_path.rstrip(b"/") + path)
-        headers = _passed(request.headers.items())
+    async def send(self, request: Request, engine: Engine, content: bytes) -> httpx2.Response:
+        """Send a request to the server, and return its answer, not yet read. If the client leaves, the request ends."""
+        url, headers = _url(request, engine), self._headers(request)
         asked = self.client.build_request(request.method, url, headers=headers, content=content)
-        sending = asyncio.create_task(self.client.send(asked, stream=True))
-        gone = asyncio.create_task(_gone_from(request))
-        try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                raise Gone
-            answer = sending.result()
-        finally:
-            gone.cancel()
-            sending.cancel()
-        headers = [*_passed(answer.headers.multi_items()), *(more or {}).items()]
-        if "content-length" in answer.headers:
-            headers.append(("content-length", answer.headers["content-length"]))
-        response = StreamingResponse(_pieces(answer), answer.status_code)
-        response.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        return response
+        return await _unless_gone(request, self.client.send(asked, stream=True))
+
+    def _headers(self, request: Request, *without: bytes) -> list[Header]:
+        headers = [(name, value) for name, value in _passed(request.headers.raw) if name.lower() not in without]
+        if self.now[1].login is not None and "authorization" not in request.headers:
+            headers.append((b"authorization", self.now[1].login.encode()))
+        return headers
+
+
+def _url(request: Request, engine: Engine) -> httpx2.URL:
+    path, query = request.scope["raw_path"], request.scope["query_string"]
+    if len(path) + len(query) > LONGEST_URL:
+        raise Refused(f"the URL has more than {LONGEST_URL} bytes", 414)
+    if {".", ".."} & {*re.split(r"[/\\]", request.scope["path"])}:
+        raise Refused("the URL's path has . or .. in it")
+    url = httpx2.URL(engine.url)
+    try:
+        return url.copy_with(raw_path=url.raw_path.rstrip(b"/") + path + (b"?" + query).rstrip(b"?"))
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise Refused(f"the URL cannot be read: {one_line(error)}") from error
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """
+    Return the result of `work`. If the client leaves before, cancel the work.
+
+    Raises:
+        Gone: the client has left.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.create_task(_gone_from(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
 
 
 async def _gone_from(request: Request) -> None:
@@ -257,43 +295,106 @@ async def _gone_from(request: Request) -> None:
         pass
 
 
-async def _pieces(answer: httpx2.Response) -> AsyncIterator[bytes]:
-    """Yield an answer's bytes. If a stream of events breaks off, its last event is an error."""
-    try:
-        async for piece in answer.aiter_raw():
-            yield piece
-    except httpx2.HTTPError as error:
-        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-            raise
-        yield b"\n\ndata: " + _error(f"the server behind moe-peft pick broke off ({_line(error)})", 502).body + b"\n\n"
-    finally:
-        await answer.aclose()
+def _passed(headers: Iterable[Header]) -> list[Header]:
+    """Return the headers to forward, as bytes. A header, such as a cookie, may occur twice."""
+    headers = [*headers]
+    named = {
+        token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
+    }
+    return [*((name, value) for name, value in headers if name.lower() not in _OF_CONNECTIONS | named), VIA]
 
 
-def _passed(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the headers to forward. A header, such as a cookie, may occur twice."""
-    return [(name, value) for name, value in headers if name.lower() not in _OF_CONNECTIONS]
+class _Streamed(StreamingResponse):
+    """
+    An answer of the server, passed on as it comes. If a stream of events breaks off, its last event is an error. If
+    another answer breaks off, the client's connection is closed before the answer's end.
+
+    Args:
+        more: further headers.
+        ended: is called at the end of the answer, with whether it failed.
+    """
+
+    def __init__(
+        self, answer: httpx2.Response, more: Sequence[Header] = (), ended: Callable[[bool], None] = lambda failed: None
+    ) -> None:
+        super().__init__(self._pieces(), answer.status_code)
+        self.answer, self.ended, self.failed = answer, ended, answer.status_code >= 500
+        length = [header for header in answer.headers.raw if header[0].lower() == b"content-length"]
+        self.raw_headers = [(name.lower(), value) for name, value in [*_passed(answer.headers.raw), *length, *more]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.ended(self.failed)
+            await self.answer.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        with suppress(httpx2.HTTPError):  # uvicorn closes the connection of an answer without an end
+            await super().stream_response(send)
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self.answer.aiter_raw():
+                yield piece
+        except httpx2.HTTPError as error:
+            self.failed = True
+            logger.warning("the server broke off its answer to %s (%s)", self.answer.request.url.path, _line(error))
+            if not self.answer.headers.get("content-type", "").startswith("text/event-stream"):
+                raise
+            message = f"the server behind moe-peft pick broke off ({_line(error)})"
+            yield b"\n\ndata: " + _error(message, 502).body + b"\n\n"
 
 
-def asked_texts(value: Any, path: str) -> list[str]:
-    """Return the texts to pick by: a chat's last user message, a text, or the texts of a list of prompts."""
-    name = ASKED[path]
-    requests = value if name == "prompt" and isinstance(value, list) else [value]
-    if name == "prompt" and not all(isinstance(request, str) for request in requests):
-        raise _Refused("prompt: the choice reads text; give a string or a list of strings, or name an adapter")
-    try:
-        if name == "input" and not isinstance(value, str) and not any(item.get("role") == "user" for item in value):
-            # The user's message is stored on the server (`previous_response_id`).
-            raise _Refused("input: has no message of the user, who decides; name an adapter")
-        # JSON can hold half a pair of surrogates. A tokenizer cannot read it.
-        return [request_text(request).encode(errors="replace").decode() for request in requests]
-    except (TypeError, AttributeError) as error:
-        raise _Refused(f"{name}: is not a list of messages") from error
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+class Gatekeeper:
+    """
+    Reads the gate again when its file changes, or when it is asked to. Requests wait meanwhile; none is lost.
+
+    Args:
+        file: the gate's file.
+        load: reads the gate.
+        find: finds its adapters at the server.
+        every: seconds between two looks at the file.
+    """
+
+    def __init__(
+        self, file: Path, load: Callable[[], Chooser], find: Callable[[Chooser], Engine], every: float = 1
+    ) -> None:
+        self.file, self.load, self.find, self.every = file, load, find, every
+        self.asked = False
+
+    async def watch(self, proxy: Proxy) -> None:
+        seen = read = self._stamp()
+        while True:
+            await asyncio.sleep(self.every)
+            before, seen = seen, self._stamp()
+            if self.asked or before == seen != read:  # a file that still changes is not read
+                self.asked, read = False, seen
+                await self._read(proxy)
+
+    async def _read(self, proxy: Proxy) -> None:
+        try:
+            choose = await asyncio.get_running_loop().run_in_executor(proxy.worker, self.load)
+            engine = await asyncio.to_thread(self.find, choose)
+        except InputError as error:
+            logger.warning("the gate stays as it was: %s", error)
+        else:
+            proxy.use(choose, engine)
+            print(f"read again: picks among {', '.join(engine.names)} and the base", flush=True)
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        with suppress(OSError):
+            stat = os.stat(self.file)
+            return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return None
 
 
 def serve(proxy: Proxy, host: str, port: int) -> None:
     """
-    Serve until interrupted.
+    Serve until interrupted. SIGHUP reads the gate again.
 
     Raises:
         ValueError: the port is taken, or the host is not an address of this machine.
@@ -302,10 +403,11 @@ def serve(proxy: Proxy, host: str, port: int) -> None:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise InputError(f"--host {host}, --port {port}: taken, or not an address of this machine") from error
-    address = f"[{host}]" if ":" in host else host
-    adapters = ", ".join(proxy.engine.names)
+    address, engine = f"[{host}]" if ":" in host else host, proxy.now[1]
+    if proxy.gate is not None and hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda *_: setattr(proxy.gate, "asked", True))
     print(f"model {proxy.served!r} at http://{address}:{listening.getsockname()[1]}/v1 (Ctrl-C to stop)")
-    print(f"picks among {adapters} and the base, {proxy.engine.base}", flush=True)
+    print(f"picks among {', '.join(engine.names)} and the base, {engine.base}", flush=True)
     config = uvicorn.Config(
         proxy.app(), log_level="warning", server_header=False, date_header=False, timeout_graceful_shutdown=5
     )
@@ -319,17 +421,11 @@ class Gone(Exception):
     """Raised when the client has closed its connection."""
 
 
-class _Refused(Exception):
-    """An error in a request, with the status of the answer."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def _error(message: str, status: int) -> JSONResponse:
+def _error(message: str, status: int, headers: Any = None) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status, headers=headers
+    )
 
 
 def _line(error: Exception) -> str:
@@ -344,8 +440,8 @@ async def _no_answer(request: Request, error: Exception) -> Response:
     return _error(f"the server behind moe-peft pick does not answer ({_line(error)})", 502)
 
 
-async def _refuse(request: Request, error: _Refused) -> Response:
-    return _error(str(error), error.status)
+async def _refuse(request: Request, error: Refused) -> Response:
+    return _error(str(error), error.status, error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from threading import Event
 from urllib.parse import unquote
 
@@ -24,51 +23,15 @@ import torch
 from moe_peft import RequestGate
 from moe_peft.cli import main
 from moe_peft.cli.pick import PickSettings, parser
-from moe_peft.serving.pick import HEADER, Engine, Proxy, find_engine
+from moe_peft.serving.engines import Engine, find_engine
+from moe_peft.serving.pick import HEADER, Proxy
+from moe_peft.serving.picker import ByGate
 from moe_peft.utils.messages import InputError
 from tests.helpers.close import assert_near
 from tests.helpers.fake_engine import FakeEngine, running
-from tests.helpers.gate_case import NEUTRAL, TEXTS, save_base
+from tests.helpers.gate_case import NEUTRAL, TEXTS
+from tests.helpers.pick_case import FOR, chat, client_fixture, engine_fixture, gate_fixture, proxied, proxy_of  # noqa: F401
 from tests.helpers.waiting import LIMIT, until
-
-FOR = {**{name: of_name[0] for name, of_name in TEXTS.items()}, "base": NEUTRAL[0]}
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pick")
-    gate = RequestGate.fit(save_base(folder / "base"), TEXTS, NEUTRAL, chat=True)
-    gate.save_pretrained(folder / "gate")
-    assert [name or "base" for name in gate.pick([*FOR.values()])] == [*FOR]
-    gate.folder = folder / "gate"
-    return gate
-
-
-@contextmanager
-def proxied(gate, engine: FakeEngine, timeout: float = LIMIT, max_body: int = 1 << 20, **names):
-    with running(engine.app) as server:
-        found = find_engine(server, gate.names, names, None, "auto", engine.key)
-        app = Proxy(gate, found, "auto", timeout, max_body).app()
-        with running(app) as url, httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
-            yield client
-
-
-@pytest.fixture
-def engine():
-    engine = FakeEngine()
-    yield engine
-    engine.go.set()
-
-
-@pytest.fixture
-def client(gate, engine):
-    with proxied(gate, engine) as client:
-        yield client
-
-
-def chat(text: str, **more) -> dict:
-    return {"model": "auto", "messages": [{"role": "user", "content": text}], **more}
-
 
 # --- whom it asks ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +81,7 @@ def test_completions_and_responses_are_picked_for_too(client, name):
 
 def test_names_of_the_server(gate):
     engine = FakeEngine(("lora-math", "code", "prose"))
-    with proxied(gate, engine, math="lora-math") as client:
+    with proxied(gate, engine, names={"math": "lora-math"}) as client:
         answer = client.post("/v1/chat/completions", json=chat(FOR["math"]))
         assert (answer.headers[HEADER], answer.json()["model"]) == ("math", "lora-math")
 
@@ -153,12 +116,12 @@ def test_those_that_wait_are_read_together(gate, engine, monkeypatch):
 
     monkeypatch.setattr(gate, "pick", held)
     with running(engine.app) as server:
-        proxy = Proxy(gate, find_engine(server, gate.names, {}, None, "auto"), "auto", LIMIT, 1 << 20)
+        proxy = proxy_of(gate, server)
         with running(proxy.app()) as url, ThreadPoolExecutor(7) as pool:
             answers = [pool.submit(ask, names[0])]
             until(lambda: sizes or answers[0].done())
             answers += [pool.submit(ask, name) for name in names[1:]]
-            until(lambda: len(proxy.picker.waiting) == 6, lambda: proxy.picker.waiting)
+            until(lambda: len(proxy.now[0].waiting) == 6, lambda: proxy.now[0].waiting)
             go.set()
             assert [answer.result() for answer in answers] == names
     assert sizes == [1, 6]
@@ -294,8 +257,10 @@ def test_large_bodies_are_refused(gate, engine):
 def test_an_engine_that_went_away_is_an_error_in_openais_form(gate):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # nothing listens to the port, and no other process gets it
-        found = Engine(f"http://127.0.0.1:{silent.getsockname()[1]}", "base-model", {name: name for name in gate.names})
-        app = Proxy(gate, found, "auto", LIMIT, 1 << 20).app()
+        names = {name: name for name in gate.names}
+        fields = {name: {"model": name} for name in (*names, "base")}
+        found = Engine(f"http://127.0.0.1:{silent.getsockname()[1]}", "base-model", names, fields)
+        app = Proxy(ByGate(gate), found, "auto", LIMIT, 1 << 20).app()
         with running(app) as url, httpx2.Client(base_url=url, timeout=LIMIT) as client:
             answers = [client.post("/v1/chat/completions", json=chat(FOR["math"])), client.get("/v1/models")]
             health = client.get("/health")
@@ -389,10 +354,11 @@ main(sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_the_command_serves_until_it_is_stopped(gate):
-    """It needs no more than the extra `pick`."""
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_stopped(gate, tmp_path, sent):
+    """It needs no more than the extra `pick`. SIGHUP reads the gate again."""
     with running(FakeEngine().app) as server:
-        options = ["--gate", gate.folder, "--server", server, "--port", "0"]
+        options = ["--gate", gate.folder, "--server", server, "--port", "0", "--log", str(tmp_path / "log")]
         command = [sys.executable, "-c", WITHOUT_TRAINERS, "pick", *options]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -402,13 +368,41 @@ def test_the_command_serves_until_it_is_stopped(gate):
             line = process.stdout.readline()
             url = line.split()[3]
             assert line.startswith("model 'auto' at http://127.0.0.1:") and url.endswith("/v1")
-            answer = httpx2.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=LIMIT)
-            assert answer.headers[HEADER] == "prose"
-            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "picks among math, code, prose and the base, base-model\n"
+            for again in (False, True):
+                answer = httpx2.post(f"{url}/chat/completions", json=chat(FOR["prose"]), timeout=LIMIT)
+                assert answer.headers[HEADER] == "prose"
+                if not again:
+                    process.send_signal(signal.SIGHUP)
+                    assert process.stdout.readline() == "read again: picks among math, code, prose and the base\n"
+            assert httpx2.get(f"{url}/models", headers={"host": "evil.example"}, timeout=LIMIT).status_code == 400
+            process.send_signal(sent)
             _, errors = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
-    assert process.returncode == 130 and "Traceback" not in errors
+    assert process.returncode == 128 + sent and errors.splitlines()[-1] == "stopped" and "Traceback" not in errors
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_a_function_of_the_user_chooses(gate, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_to_choose.py").write_text("def first(texts):\n    return [None for _ in texts]\nnumber = 7\n")
+    made = []
+    monkeypatch.setattr("moe_peft.serving.pick.serve", lambda proxy, host, port: made.append(proxy))
+    with running(FakeEngine().app) as server:
+        main(["pick", "--choose", "mine_to_choose:first", "--server", server])
+    (proxy,) = made
+    assert proxy.now[0].choose(["x"]) == [(None, {})] and [*proxy.now[1].names] == ["math", "code", "prose"]
+    wrong = {
+        ("--choose", "mine_to_choose"): "must be module:function",
+        ("--choose", "mine_to_choose:number"): "has no function 'number'",
+        ("--choose", "mine_to_choose:first", "--gate", str(gate.folder)): "--choose: goes without gate",
+        (): "name the gate's folder",
+        ("--gate", str(gate.folder), "--log-text"): "goes with log",
+        ("--gate", str(gate.folder), "--server-kind", "x"): "--server-kind='x'",
+    }  # fmt: skip
+    for options, message in wrong.items():
+        assert message in ends([*options], capsys)
 
 
 # --- making a gate ---------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe_peft import RequestGate
-from moe_peft.serving.pick import HEADER, Proxy, find_engine
+from moe_peft.serving.pick import HEADER
+from moe_peft.serving.picker import ScoredGate
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.fake_engine import running
 from tests.helpers.gate_case import NEUTRAL, TEXTS
 from tests.helpers.native_case import dense_model
-from tests.helpers.waiting import LIMIT
+from tests.helpers.pick_case import proxy_of
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM has an environment of its own", allow_module_level=True)
@@ -43,12 +43,13 @@ def clients(tmp_path_factory):
         torch.manual_seed(seed)
         config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(model, config).save_pretrained(root / name)
-    gate = RequestGate.fit(base, {name: TEXTS[name] for name in ("math", "code")}, NEUTRAL, chat=True)
+    gate = ScoredGate.fit(base, {name: TEXTS[name] for name in ("math", "code")}, NEUTRAL, chat=True)
     adapters = {name: root / name for name in gate.names}
-    with vllm_server(base, adapters, "--dtype", "float32", "--max-model-len", "64") as server:
-        engine = find_engine(server, gate.names, {}, None, "auto")
-        with running(Proxy(gate, engine, "auto", LIMIT, 1 << 20).app()) as url:
-            yield [OpenAI(base_url=f"{each}/v1", api_key="none", max_retries=0) for each in (url, server)]
+    with (
+        vllm_server(base, adapters, "--dtype", "float32", "--max-model-len", "64") as server,
+        running(proxy_of(gate, server).app()) as url,
+    ):
+        yield [OpenAI(base_url=f"{each}/v1", api_key="none", max_retries=0) for each in (url, server)]
 
 
 def asked(text: str, model: str, **options) -> dict:

@@ -87,6 +87,7 @@ class ServerKind:
         owner: `owned_by` of the models in its list; None: not detected.
         path, read: where it lists its adapters, and how the list is read.
         tag: what a name without it may end with.
+        defaults: fields of a request's body that a client may set otherwise.
     """
 
     fields: Callable[[str, str | None, Listed], dict[str, Any]] = _by_name
@@ -94,6 +95,7 @@ class ServerKind:
     path: str = MODELS
     read: Callable[[httpx2.Response], dict[str, dict[str, Any]]] = models_listed
     tag: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self, name: str, base: str | None, listed: Listed) -> str | None:
         """Return the name in a server's list for a name of ours, or None."""
@@ -105,11 +107,21 @@ class ServerKind:
         # A gateway may list a pattern for all names that it takes.
         return name if any("*" in each and fnmatchcase(name, each) for each in listed) else None
 
+    def adapters(self, listed: Listed) -> list[str]:
+        """Return a name of each adapter in a server's list, as far as the list says which are adapters."""
+        if self.path == MODELS:
+            return [name for name, model in listed.items() if model.get("parent")]
+        first: dict[int, str] = {}
+        for name, lora in listed.items():
+            first.setdefault(lora["id"], name)
+        return [*first.values()]
+
 
 SERVER_KINDS: dict[str, ServerKind] = {
     "vllm": ServerKind(owner="vllm"),
     "sglang": ServerKind(_after_base, "sglang"),
-    "llama-server": ServerKind(_by_scale, "llamacpp", LORAS, loras_listed),
+    # Its cache of prompts does not record their adapters: a prompt comes back as another adapter has read it.
+    "llama-server": ServerKind(_by_scale, "llamacpp", LORAS, loras_listed, defaults={"cache_prompt": False}),
     "ollama": ServerKind(owner="library", tag=":latest"),
     "names": ServerKind(),
 }
@@ -140,6 +152,10 @@ class Engine:
     kind: ServerKind = SERVER_KINDS["names"]
     own: Mapping[str, str] = field(default_factory=dict)
     login: str | None = None
+
+    def body(self, asked: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return the body of a request for an adapter or `"base"`, from the one that a client sent."""
+        return {**self.kind.defaults, **asked, **self.fields[name]}
 
     def missing(self, answer: httpx2.Response) -> list[str]:
         """
@@ -185,8 +201,7 @@ def find_engine(
     of_server = SERVER_KINDS[kind] if kind else _detected(owners)
     listed = models if of_server.path == MODELS else _list(url, of_server.path, of_server.read, headers)
     if adapters is None:
-        apart = [name for name in listed if listed is models and models[name].get("parent")]
-        adapters = [*names] or apart or [name for name in listed if listed is not models and not name.isdecimal()]
+        adapters = [*names] or of_server.adapters(listed)
         if not adapters:
             raise InputError(f"{source}: does not say which of its models are adapters; name them (--names)")
     for name in names.keys() - set(adapters):
@@ -270,7 +285,7 @@ async def warnings_of_adapters(client: httpx2.AsyncClient, engine: Engine) -> li
     async def continued(name: str) -> list[str]:
         texts = []
         for prompt in _PROMPTS:
-            body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, **engine.fields[name]}
+            body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, **engine.body({}, name)}
             answer = await client.post(f"{engine.url}/v1/completions", json=body, headers=dict(engine.own), timeout=60)
             texts.append(str(answer.raise_for_status().json()["choices"][0]["text"]))
         return texts

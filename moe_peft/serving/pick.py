@@ -163,12 +163,12 @@ class Proxy:
             self.records.answered(name, time.monotonic() - start, failed)
 
         try:
-            answer = await self.send(request, engine, json.dumps({**body, **engine.fields[name]}).encode())
+            answer = await self.send(request, engine, json.dumps(engine.body(body, name)).encode())
             if name != BASE and answer.status_code in (400, 404) and name in await self._lost(engine):
                 logger.warning("%s: the server no longer has it; the base answers", name)
                 await answer.aclose()
                 name = BASE
-                answer = await self.send(request, engine, json.dumps({**body, **engine.fields[name]}).encode())
+                answer = await self.send(request, engine, json.dumps(engine.body(body, name)).encode())
         except httpx2.HTTPError:
             ended(failed=True)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ class LlamaCpp:
     """
     A model in llama.cpp's server, in float32 throughout where the file is.
 
+    Args:
+        loras: files of LoRAs.
+
     Raises:
         RuntimeError: it cannot load the file.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, loras: Sequence[Path] = ()) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
@@ -32,6 +36,7 @@ class LlamaCpp:
         params.n_gpu_layers, params.warmup, params.verbosity = 0, False, -1
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(lora), 1.0) for lora in loras]
         self.server = xllamacpp.Server(params)
         # A server that goes before its loop has begun is waited for without end; an answer shows that it has.
         self.server.handle_completions({"prompt": [0], "n_predict": 1})
@@ -59,6 +64,26 @@ class LlamaCpp:
         request = urllib.request.Request(f"{self.server.listening_address}/{path}", json.dumps(values).encode())
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
+
+
+def save_lora(file: Path, config: Any, seed: int, scale: float = 1.0) -> Path:
+    """Write a random LoRA on the output projections of a Llama's attention. With a scale of 0 it changes nothing."""
+    from gguf import GGUFWriter
+
+    writer, drawn = GGUFWriter(file, "llama"), torch.Generator().manual_seed(seed)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    features = config.num_attention_heads * config.head_dim
+    for i in range(config.num_hidden_layers):
+        a, b = torch.randn(4, features, generator=drawn), torch.randn(config.hidden_size, 4, generator=drawn) * scale
+        writer.add_tensor(f"blk.{i}.attn_output.weight.lora_a", a.numpy())
+        writer.add_tensor(f"blk.{i}.attn_output.weight.lora_b", b.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------

@@ -265,16 +265,12 @@ def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port
     Raises:
         ValueError: the port is taken, or the host is not an address of this machine.
     """
-    from starlette.middleware import Middleware  # which Gradio brings
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-
     demo = blocks(page, title, about)
     # Gradio requests the page once before it returns. A proxy in the environment does not reach this machine.
     direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     os.environ["no_proxy"] = f"localhost,{host},{direct}"
     try:
-        of_app = {"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=trusted_hosts(host))]}
-        _, url, _ = demo.launch(**launch_settings(), server_name=host, server_port=port, app_kwargs=of_app)
+        _, url, _ = demo.launch(**launch_settings(host), server_port=port)
     except OSError as error:
         ports = "7860 to 7959" if port is None else port
         raise InputError(f"--host {host}, --port {ports}: taken, or not an address of this machine") from error
@@ -282,10 +278,18 @@ def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port
     demo.block_thread()
 
 
-def launch_settings() -> dict[str, Any]:
-    """Return launch settings: nothing is sent to others or loaded from elsewhere, and browsers keep no history."""
+def launch_settings(host: str) -> dict[str, Any]:
+    """
+    Return launch settings: nothing is sent to others or loaded from elsewhere, browsers keep no history, and only names
+    of this machine reach a page of this machine alone.
+    """
+    from starlette.middleware import Middleware  # which Gradio brings
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    named = Middleware(TrustedHostMiddleware, allowed_hosts=trusted_hosts(host))
     theme = import_gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     return {
         "theme": theme, "css": _STYLE, "share": False, "run_history": False, "footer_links": [], "ssr_mode": False,
         "pwa": False, "mcp_server": False, "enable_monitoring": False, "quiet": True, "prevent_thread_lock": True,
+        "server_name": host, "app_kwargs": {"middleware": [named]},
     }  # fmt: skip

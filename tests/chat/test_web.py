@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import threading
+import urllib.error
 import urllib.request
 from functools import partial
 from itertools import pairwise
@@ -213,9 +214,17 @@ def url(begin):
     pytest.importorskip("gradio", reason="needs the extra `web`")
     page = Page(partial(begin, max_new_tokens=30))
     demo = web.blocks(page, "<i>tiny</i>", "a & b")
-    _, url, _ = demo.launch(**web.launch_settings(), server_name="127.0.0.1")
+    _, url, _ = demo.launch(**web.launch_settings("127.0.0.1"))
     yield url.rstrip("/")
     demo.close()
+
+
+def test_other_names_do_not_reach_the_page(url):
+    with urllib.request.urlopen(url) as page:
+        assert page.status == 200
+    for host in ("evil.example", "127.0.0.1.evil.example"):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}))
 
 
 @pytest.fixture
@@ -328,7 +337,7 @@ def test_on_the_page_an_answer_is_stopped_and_a_closed_tab_frees_the_model(begin
     made = []
     page = Page(lambda: made.append(begin(max_new_tokens=1900)) or made[-1])
     demo = web.blocks(page, "tiny", "")
-    _, url, _ = demo.launch(**web.launch_settings(), server_name="127.0.0.1")
+    _, url, _ = demo.launch(**web.launch_settings("127.0.0.1"))
     begun = "document.querySelector('#last .tokens')?.textContent.length > 3"
     try:
         with open_browser(tmp_path) as browser:

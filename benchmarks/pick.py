@@ -166,7 +166,7 @@ def main() -> None:
         options = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8"]
         with vllm_server(base, adapters, *options) as server, held_port() as port:
             command = [sys.executable, "-m", "moe_peft", "pick", "--gate", f"{folder}/gate", "--server", server]
-            command += ["--port", str(port)]
+            command += ["--port", str(port), "--skip-check"]
             with started(command, f"http://127.0.0.1:{port}", {"OMP_NUM_THREADS": "1"}) as proxy:
                 for clients in (1, 4):
                     for words in LENGTHS:

@@ -22,4 +22,5 @@ def trusted_hosts(host: str, more: Sequence[str] = ()) -> list[str]:
         loopback = host == "localhost"
     if not loopback:
         return ["*"]
-    return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *more]
+    # Older versions of Starlette read "[::1]:8100" as "[".
+    return ["localhost", "127.0.0.1", "[::1]", "[", f"[{host}]" if ":" in host else host, *more]

@@ -277,13 +277,13 @@ def test_health_answers_in_time_for_a_server_that_hangs(choose, monkeypatch):
     assert health.status_code == 503 and "does not answer within" in health.json()["server_status"]
 
 
-def test_an_answer_that_breaks_off_is_one_line_in_the_log(choose, engine, caplog):
+def test_an_answer_that_breaks_off_is_one_line_in_the_log(choose, engine, caplog, capfd):
     with proxied(choose, engine) as client, pytest.raises(httpx2.RemoteProtocolError):
         client.get("/breaks")
     (line,) = [record for record in caplog.records if record.name == "moe_peft"]
     assert re.match("the server broke off its answer to /breaks", line.getMessage())
-    raised = [record.exc_info[0] for record in caplog.records if record.exc_info]
-    assert not any(issubclass(error, httpx2.HTTPError) for error in raised)
+    printed = capfd.readouterr().err  # the engine's own traceback is there
+    assert "ConnectionAbortedError" in printed and "RemoteProtocolError" not in printed
 
 
 # --- kinds of servers ------------------------------------------------------------------------------------------------
@@ -358,8 +358,7 @@ def test_a_gate_that_changes_is_read_again_and_no_request_is_lost(gate, engine, 
             gate.without_adapter("math", to_base=True).save_pretrained(tmp_path / "new")
             (tmp_path / "new" / file.name).replace(file)
             answers, before = [], proxy.now
-            while proxy.now is before:
-                answers += pool.map(post, [*FOR])
+            until(lambda: answers.extend(pool.map(post, [*FOR])) or proxy.now is not before)
             assert {answer.status_code for answer in answers} <= {200}
             assert post("math").headers[HEADER] == "base" and post("code").headers[HEADER] == "code"
             file.write_bytes(b"half")  # stays as it was

@@ -246,15 +246,20 @@ def _detected(owners: set[str]) -> ServerKind:
 
 def _without_login(url: str) -> tuple[str, str | None]:
     """Return a URL without user and password, and the header `Authorization` that they make."""
+    wrong = InputError(
+        "server: is not a URL such as http://127.0.0.1:8000 or http://USER:PASSWORD@host (in these, write / as %2F and "
+        "@ as %40)"
+    )
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise InputError("server: is not a URL, such as http://127.0.0.1:8000") from error
+        raise wrong from error
     login, _, host = parts.netloc.rpartition("@")
-    if not login:
-        return url, None
+    bare = urlunsplit(parts._replace(netloc=host)) if login else url
+    if "@" in bare:  # a part of a password, which no message shows
+        raise wrong
     pair = ":".join(map(unquote, (login if ":" in login else f"{login}:").split(":", 1)))
-    return urlunsplit(parts._replace(netloc=host)), f"Basic {base64.b64encode(pair.encode()).decode()}"
+    return bare, f"Basic {base64.b64encode(pair.encode(errors='replace')).decode()}" if login else None
 
 
 def _list(

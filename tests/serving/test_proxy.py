@@ -121,9 +121,10 @@ def test_a_login_of_the_server_is_not_shown_and_replaces_no_clients_own(choose, 
             shown = client.get("/health").text
     assert [asked[3]["authorization"] for asked in engine.asked] == ["Bearer own", "Basic dXNlcjpwYXNzQHdvcmQ="]
     assert server in shown and "word" not in shown
-    with pytest.raises(InputError) as error:
-        find_engine(login, ["math"], {}, None, "auto")
-    assert "word" not in str(error.value)
+    for url in (login, "http://user:pass/word@host", "user:password@host", "http://[user:password@host"):
+        with pytest.raises(InputError, match="server") as error:
+            find_engine(url, ["math"], {}, None, "auto")
+        assert "pass" not in str(error.value)
 
 
 def test_only_names_of_this_machine_reach_a_loopback_address(choose, engine):

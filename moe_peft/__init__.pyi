@@ -7,13 +7,14 @@ from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
 from .combine.experts import put_expert
 from .combine.regmean import regmean
-from .combine.request_gate import RequestGate
+from .combine.request_gate import RequestGate, neutral_requests
 from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
 from .models.gates import fold_routers, pick_experts
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts, weigh_experts
 from .pruning.prune import prune_experts
+from .training.replay import with_replay
 from .training.router_bias import RouterBiasCallback, router_bias_updates
 from .training.router_config import RouterLossConfig
 from .training.router_losses import RouterLossesMixin
@@ -42,6 +43,7 @@ __all__ = [
     "init_attention_routers",
     "init_gates",
     "lora_to_moe",
+    "neutral_requests",
     "pick_experts",
     "pin_dispatch",
     "prune_experts",
@@ -52,5 +54,6 @@ __all__ = [
     "replace_routers",
     "router_bias_updates",
     "weigh_experts",
+    "with_replay",
     "write_model_card",
 ]

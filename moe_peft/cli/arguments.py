@@ -19,12 +19,13 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from peft import PeftConfig
-from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
+from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
 from ..models.layer import native_layers
 from ..native.base import Base
 from ..native.folders import MoELoraFolder, open_folder
+from ..training.replay import MAX_NEW_TOKENS
 from ..training.resuming import names_checkpoint
 from ..training.router_config import RouterLossConfig, TrainedPart
 from ..utils.foreign import FOREIGN
@@ -59,6 +60,27 @@ class RunOptions:
         metadata={"help": "Stop after this many evaluations without improvement, with load_best_model_at_end."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
+
+
+@dataclass
+class ReplayOptions:
+    """Options of `sft` for general rows that the base itself answers."""
+
+    replay: float = field(
+        default=0.0, metadata={"help": "Share of rows that are general requests with the base's own answers, e.g. 0.2."}
+    )
+    replay_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "These requests: a text file with one per line, or a file of rows. Default: a built-in list."
+        },
+    )
+    replay_max_new_tokens: int = field(
+        default=MAX_NEW_TOKENS, metadata={"help": "Maximum tokens of an answer; longer ones are left out."}
+    )
+
+
+_REPLAY = {f.name: "moe-peft sft, which has this setting" for f in dataclasses.fields(ReplayOptions)}
 
 
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
@@ -104,6 +126,7 @@ class Options:
         data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
         adapter: fields of `MoELoraConfig`.
         run: options of the command itself.
+        replay: options of general rows; None in `dpo`.
         has_rate: whether the user set a learning rate.
         given: the values of all options, before any class derived further values.
     """
@@ -113,6 +136,7 @@ class Options:
     model: ModelConfig
     adapter: dict[str, Any]
     run: RunOptions
+    replay: ReplayOptions | None
     has_rate: bool
     given: dict[str, Any]
 
@@ -199,7 +223,7 @@ class TrainingParser(GroupedParser, TrlParser):
 
     def __init__(self, config: type, **kwargs: Any) -> None:
         parts = {
-            "Model and data": (ScriptArguments, ModelOptions),
+            "Model and data": (ScriptArguments, ModelOptions, ReplayOptions),
             "MoE adapter": (AdapterOptions,),
             "Router losses": (RouterLossConfig,),
             "Training": (config,),
@@ -207,8 +231,10 @@ class TrainingParser(GroupedParser, TrlParser):
         groups = {title: {f.name for kind in kinds for f in dataclasses.fields(kind)} for title, kinds in parts.items()}
         groups["Router losses"] |= {"label_column", "expert_map"}
         # `kinds` are the classes to parse; a file's values must have the types of `self.kinds`.
-        kinds: list[Any] = [ModelOptions, ScriptArguments, AdapterOptions, config, RunOptions]
-        self.kinds: list[Any] = [ModelConfig, ScriptArguments, MoELoraConfig, config, RunOptions]
+        supervised = [ReplayOptions] if issubclass(config, SFTConfig) else []
+        self.foreign = FOREIGN if supervised else {**FOREIGN, **_REPLAY}
+        kinds: list[Any] = [ModelOptions, ScriptArguments, AdapterOptions, config, RunOptions, *supervised]
+        self.kinds: list[Any] = [ModelConfig, ScriptArguments, MoELoraConfig, config, RunOptions, *supervised]
         super().__init__(kinds, groups=groups, allow_abbrev=False, usage="%(prog)s [--config FILE] [options]", **kwargs)
         self.actions: dict[str, argparse.Action] = {}  # by key; the flag, not its `--no_…`
         for action in self._actions:
@@ -231,7 +257,7 @@ class TrainingParser(GroupedParser, TrlParser):
         options, unknown = self.parse_known_args(arguments)
         if unknown:
             known = [f"--{name}" for name in self.actions]
-            raise InputError(str(unknown_keys(flags_in(unknown), known, "", f"`{self.prog} --help-all`", FOREIGN)))
+            raise InputError(str(unknown_keys(flags_in(unknown), known, "", f"`{self.prog} --help-all`", self.foreign)))
         if options.model_name_or_path is None and options.adapter is None:
             raise InputError(
                 "model_name_or_path=None: name a model folder or a model on the hub, or a file with --config"
@@ -247,7 +273,7 @@ class TrainingParser(GroupedParser, TrlParser):
                 logger.info("bf16=False: there is no GPU here, so this trains in float32")
             options = self.parse_known_args(arguments)[0]
         try:
-            model, data, adapter, training, run, _ = self.parse_args_into_dataclasses(arguments)
+            model, data, adapter, training, run, *more = self.parse_args_into_dataclasses(arguments)
         except ValueError as error:
             raise InputError(
                 arguments_error(error, "--bf16 false") if "use_cpu" in str(error) else str(error)
@@ -268,7 +294,8 @@ class TrainingParser(GroupedParser, TrlParser):
         for name in _names(training):
             check_range(name, getattr(training, name))
         has_rate = "learning_rate" in settings or "--learning_rate" in names
-        return Options(data, training, model, vars(adapter), run, has_rate, vars(options))
+        replay = more[0] if isinstance(more[0], ReplayOptions) else None
+        return Options(data, training, model, vars(adapter), run, replay, has_rate, vars(options))
 
     def _read(self, path: str) -> dict[str, Any]:
         """Read and check the settings of a YAML file."""
@@ -276,7 +303,7 @@ class TrainingParser(GroupedParser, TrlParser):
         with prefixed(path):
             settings.pop("plugins", None)  # imported by `main`
             known = self.actions.keys() - {"help", "config"}
-            if wrong := unknown_keys(settings, known, "", f"`{self.prog} --help-all`", FOREIGN):
+            if wrong := unknown_keys(settings, known, "", f"`{self.prog} --help-all`", self.foreign):
                 raise InputError(wrong)
             for key, value in settings.items():
                 if self.actions[key].nargs == "+" and isinstance(value, str):

@@ -19,10 +19,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import DPOConfig, SFTConfig
 
 from ..adapter.config import MoELoraConfig
+from ..combine.texts import read_requests
+from ..models.layer import routed_layers
+from ..routing.expert_map import label_text
 from ..training.checkpointing import MARKER, numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import print_estimates
 from ..training.preflight import check_arguments, check_loss
+from ..training.replay import FILE as REPLAY
+from ..training.replay import LABEL, Replay
 from ..training.resuming import resumes, save_full_weights, train
 from ..training.router_config import loss_coefficients
 from ..training.trainable import on_quantized
@@ -55,12 +60,13 @@ def train_stages(options: Options, trainer_class: Any) -> None:
     """Train every stage and save the result, with the tokenizer, in `output_dir`."""
     stages = _checked_stages(options)
     data, eval_data = _load_splits(options, stages)
+    replay = _replay(options, stages, data)
     _check_engines(options, stages)
-    if len(stages) > 1:
+    if len(stages) > 1 or replay is not None:  # before anything takes time
         _empty_model(options, stages)
     with ExitStack() as stack:
         folder = on_main_process(lambda: stack.enter_context(_result_folder(options, stages)))
-        _train(options, trainer_class, stages, folder, data, eval_data)
+        _train(options, trainer_class, stages, folder, data, eval_data, replay)
     leave_processes()
 
 
@@ -68,18 +74,22 @@ def _print_costs(options: Options) -> None:
     """Print the cost of every stage, after all checks that need no weights."""
     stages = _checked_stages(options)
     data, _ = _load_splits(options, stages)
+    replay = _replay(options, stages, data)
     model = _empty_model(options, stages)
     if options.trains_adapter and options.base.quantization is not None:
         model = on_quantized(model)
-    print_estimates(options.base, model, stages, data, options.tokenizer)
+    line = None if replay is None else replay.plan(data, options.base.empty().num_parameters())
+    data = data if replay is None else replay.planned(data)
+    print_estimates(options.base, model, stages, data, options.tokenizer, line)
 
 
 def _empty_model(options: Options, stages: Mapping[str, Any]) -> Any:
-    """Return the model without weights. Raise if its routers have no use for what a stage sets."""
+    """Return the model without weights. Raise if it has no routers, or they have no use for what a stage sets."""
     model = options.base.empty()
     if options.trains_adapter:
         with without_zero3(), torch.device("meta"):
             model = get_peft_model(model, options.adapter_config())
+    routed_layers(model, "training")
     for path, args in stages.items():
         with prefixed(path) if path else nullcontext():
             loss_coefficients(model, args)
@@ -131,6 +141,42 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
     return splits[0], splits[1] if len(splits) > 1 else None
 
 
+def _replay(options: Options, stages: Mapping[str, Any], data: Dataset) -> Replay | None:
+    """
+    Return what makes the general rows that `replay` asks for, checked; None without `replay`.
+
+    Raises:
+        ValueError: stages read the rows with different chat templates, or give no experts to general rows.
+    """
+    asked, tokenizer = options.replay, options.tokenizer
+    if asked is None or asked.replay == 0:
+        if asked is not None and asked.replay_file is not None:
+            raise InputError(f"replay_file={asked.replay_file!r}: set replay, the share of such rows, too")
+        return None
+    field, every = f"replay={asked.replay!r}", [*stages.values()]
+    if len(paths := {args.chat_template_path for args in every}) > 1:
+        raise InputError(f"{field}: stages have different chat_template_path ({', '.join(map(str, paths))}); give one")
+    for path, args in stages.items():
+        if args.expert_map is not None and LABEL not in map(label_text, args.expert_map):
+            section = f"{path}." if path else ""
+            raise InputError(
+                f"{field}: general rows have the label {LABEL!r}; give it experts in {section}expert_map, such as all"
+            )
+    tokens = [tokenizer.convert_tokens_to_ids(args.eos_token) for args in every if args.eos_token is not None]
+    replay = Replay(
+        asked.replay,
+        read_requests(asked.replay_file, "replay_file"),
+        tokenizer,
+        asked.replay_max_new_tokens,
+        min((args.max_length for args in every if args.max_length is not None), default=None),
+        chat_template(paths.pop(), "chat_template_path"),
+        sorted({args.label_column for args in every if args.label_column is not None}),
+        [token for token in tokens if token is not None],
+    )
+    replay.form(data)
+    return replay
+
+
 def _load_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     """Load the model to train. Return it with the config of the new adapter that the trainer adds, or None."""
     # Check the adapter before weights are loaded.
@@ -149,9 +195,11 @@ def _load_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
 
 def _train(
     options: Options, trainer_class: Any, stages: Mapping[str, Any], folder: Path, data: Dataset,
-    eval_data: Dataset | None,
+    eval_data: Dataset | None, replay: Replay | None,
 ) -> None:  # fmt: skip
     (model, config), tokenizer = _load_model(options), options.tokenizer
+    if replay is not None:
+        data = replay.mixed(data, model, folder / REPLAY)
     start = {} if options.run.adapter is None else {"adapter": hash_file(Path(options.run.adapter, ADAPTER_WEIGHTS))}
     earlier = {} if options.run.adapter is None else card_facts(options.run.adapter)
     for path, args in stages.items():
@@ -271,9 +319,10 @@ def _result_folder(options: Options, stages: Mapping[str, Any]) -> Any:
         checkpoints = [path for each in folders for path in numbered_checkpoints(each).values()]
         if any((checkpoint / MARKER).is_file() for checkpoint in checkpoints):
             return True
-        # A training killed in its first save leaves at most an unfinished checkpoint, and no other file.
+        # A training killed in its first save leaves at most an unfinished checkpoint, and no file but answers.
         finished = any((checkpoint / TRAINER_STATE_NAME).is_file() for checkpoint in checkpoints)
-        return not finished and not any(path.is_file() and not path.name.startswith(".") for path in folder.iterdir())
+        files = {path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")}
+        return not finished and files <= {REPLAY}
 
     remedy = "choose another" if asked else "set resume_from_checkpoint=true (and the same stages), or choose another"
     return output_folder(str(options.training.output_dir), "output_dir", is_ours, remedy)

@@ -56,15 +56,18 @@ _OTHER = {
     "dry_run": ("true|false", "Print the plan and stop.", False),
 }
 _Options = dict[str, dict[str, tuple[str, str, Any]]]
+_REPLAY = {
+    "replay": ("X", "Share of rows that are general requests with the base's own answers, e.g. 0.2.", 0.0),
+}
 SFT: _Options = {
-    "Model and data": _MODEL,
+    "Model and data": {**_MODEL, **_REPLAY},
     "MoE adapter": _ADAPTER,
     "Router losses": {**_LOSSES, **_LABELS},
     "Training": _TRAINING,
     "": _OTHER,
 }
 _BETA = {"beta": ("X", "How strongly deviation from the reference is penalized.", 0.1)}
-DPO: _Options = {**SFT, "Router losses": _LOSSES, "Training": {**_TRAINING, **_BETA}}
+DPO: _Options = {**SFT, "Model and data": _MODEL, "Router losses": _LOSSES, "Training": {**_TRAINING, **_BETA}}
 
 
 class UsualOptions(GroupedParser):

@@ -133,7 +133,7 @@ def read_list(name: str) -> list[str]:
     return _lines(read_text(Path(__file__).with_name(f"{name}.txt"), name))
 
 
-def read_neutral(file: str | None, only: bool = False) -> list[str]:
+def read_neutral(file: str | None, only: bool = False, field: str = "neutral") -> list[str]:
     """
     Return general requests: the built-in list and those of a file, one per line. Empty lines and lines beginning with
     `# ` do not count.
@@ -141,6 +141,7 @@ def read_neutral(file: str | None, only: bool = False) -> list[str]:
     Args:
         file: a file of the user's own, or None.
         only: whether to leave out the built-in list.
+        field: the setting that names the file, for messages.
 
     Raises:
         ValueError: the file cannot be read, or has no requests; or `only` is set, and there are fewer than eight.
@@ -148,10 +149,10 @@ def read_neutral(file: str | None, only: bool = False) -> list[str]:
     ours = [] if only else neutral_requests()
     if file is None:
         return ours
-    texts = _lines(read_text(file, f"neutral={file!r}"))
+    texts = _lines(read_text(file, f"{field}={file!r}"))
     least = 8 if only else 1
     if len(texts) < least:
-        raise InputError(f"neutral={file!r}: has {len(texts)} lines; give {least} or more, dozens are better")
+        raise InputError(f"{field}={file!r}: has {len(texts)} lines; give {least} or more, dozens are better")
     return [*ours, *texts]
 
 

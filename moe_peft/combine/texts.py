@@ -14,7 +14,7 @@ from datasets import Dataset
 from ..models.gate_init import find_gate_init
 from ..native.gate_sums import FILE as SUMS
 from ..routing.expert_map import label_text
-from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
+from ..training.data import FORMATS, check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import reading
 from ..utils.messages import InputError, choice_error
@@ -24,6 +24,22 @@ from .mix_settings import OURS, MixSettings
 from .request_texts import Request, read_neutral, request_of, request_text
 
 logger = logging.getLogger("moe_peft")
+
+
+def read_requests(file: str | None, field: str) -> list[str]:
+    """
+    Read general requests from a text file with one per line, or from a file of rows in a format of training data.
+
+    Args:
+        file: None: the built-in list.
+        field: the setting that names the file, for messages.
+    """
+    if file is None or Path(file).suffix not in FORMATS:
+        return read_neutral(file, field)
+    texts = [request_text(request_of(row)).strip() for row in load_data(file, field, None)]
+    if not any(texts):
+        raise InputError(f"{field}={file!r}: no row has a request with words")
+    return [*dict.fromkeys(filter(None, texts))]
 
 
 @dataclass(frozen=True)

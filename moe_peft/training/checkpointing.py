@@ -112,13 +112,22 @@ def base_values(model: nn.Module) -> list[float]:
     Parameters of adapters are left out: their initial values may differ between runs. The list is empty for a model
     without adapters, and where only the first process reads the weights (`FSDP_CPU_RAM_EFFICIENT_LOADING`).
     """
-    prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
-    if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
+    if not isinstance(model, PeftModel) or parse_flag_from_env(EMPTY_IN_OTHERS):
         return []
+    return [x for p in base_parameters(model) if not p.is_meta for x in first_values(p)]
+
+
+def base_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return a model's parameters without those of its adapters."""
+    prefixes = {module.prefix for module in model.modules() if isinstance(module, BaseTuner)}
+    of_adapters = (*prefixes, "modules_to_save", "trainable_tokens_")
     parts = ((name.split("."), p) for name, p in model.named_parameters())
-    prefixes += ("modules_to_save", "trainable_tokens_")
-    base = [p for names, p in parts if not any(n.startswith(prefixes) for n in names)]
-    return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].cpu().double().tolist()]
+    return [p for names, p in parts if not any(n.startswith(of_adapters) for n in names)]
+
+
+def first_values(parameter: nn.Parameter) -> list[float]:
+    """Return a parameter's first four values."""
+    return parameter.detach().flatten()[:4].cpu().double().tolist()
 
 
 def _digest_rows(data: Dataset) -> str:

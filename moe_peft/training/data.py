@@ -34,7 +34,7 @@ from ..utils.messages import InputError, one_line
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
 MOST_DOMAINS = 1000  # evaluated one by one; a column with more values holds no domains
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_data(
@@ -59,14 +59,14 @@ def load_data(
     """
     # Build the arguments of `load_dataset` from a file, a name, or a mapping of arguments.
     arguments: dict[str, Any] = {"path": source} if isinstance(source, str) else source
-    if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
+    if isinstance(source, str) and (suffix := Path(source).suffix) in FORMATS:
         if not Path(source).is_file():
             raise InputError(f"{field}={source!r}: no such file")
         # `load_dataset` reads file names as patterns, and in relative names the folder as well.
-        arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
+        arguments = {"path": FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
         arguments |= _values_as_written(source) if suffix == ".csv" else {}
     elif isinstance(source, str) and Path(source).is_file():
-        raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
+        raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(FORMATS)}")
     # Refuse folders that would be read as patterns, streams, and code in a dataset's repository.
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
@@ -252,11 +252,11 @@ def _stray_file(folder: str) -> str | None:
     """
     first: tuple[str, list[str]] | None = None
     for file in sorted(Path(folder).rglob("*")) if os.path.isdir(folder) else ():
-        if file.suffix not in _FORMATS:
+        if file.suffix not in FORMATS:
             continue  # not read by `load_dataset`
         try:
             files = glob.escape(os.path.abspath(file))
-            names = load_dataset(_FORMATS[file.suffix], data_files=files, split="train").column_names
+            names = load_dataset(FORMATS[file.suffix], data_files=files, split="train").column_names
         except Exception as error:
             return f"{file} cannot be read ({_broken_line(file) or one_line(error.__cause__ or error, 80)})"
         first = first or (file.name, names)
@@ -271,7 +271,7 @@ def _broken_line(file: str | os.PathLike) -> str | None:
     all lines are valid.
     """
     try:
-        text = read_text(file) if _FORMATS.get(Path(file).suffix) == "json" else "[]"
+        text = read_text(file) if FORMATS.get(Path(file).suffix) == "json" else "[]"
         json.loads(text)
         return None
     except json.JSONDecodeError as error:

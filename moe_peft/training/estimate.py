@@ -103,6 +103,7 @@ def print_estimates(
     stages: Mapping[str, Any],
     data: Dataset,
     tokenizer: PreTrainedTokenizerBase,
+    more: str | None = None,
 ) -> None:
     """
     Print each stage's steps, tokens, trainable parameters and memory, for `sft` and `dpo`.
@@ -110,6 +111,7 @@ def print_estimates(
     Args:
         model: the model to train, without weights: the base model, or the base model with an adapter.
         stages: section → training arguments.
+        more: a further line.
     """
     quantization = {} if base.quantization is None else base.quantization.to_dict()
     table = Table("stage", title=f"{base.name_or_path}: {len(data):,} examples")
@@ -128,7 +130,7 @@ def print_estimates(
     if PartialState().is_main_process:
         console = Console(markup=False, emoji=False)
         console.print(table)
-        for line in (*lines, MEMORY_LINE, f"model: {model_size(model)}"):
+        for line in filter(None, (*lines, more, MEMORY_LINE, f"model: {model_size(model)}")):
             console.print(line, highlight=False, soft_wrap=True)
 
 

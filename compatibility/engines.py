@@ -188,7 +188,7 @@ def sft(folder: Path) -> None:
     options = {
         "model_name_or_path": folder / "base", "dtype": "float32", "dataset_name": folder / "train.jsonl",
         "output_dir": folder / "sft", "num_experts": 4, "r": 4, "top_k": 2, "router_global_batch": True,
-        "resume_from_checkpoint": True,
+        "resume_from_checkpoint": True, "replay": 0.2, "replay_file": folder / "requests.txt",
         **settings(at_once=True, max_steps=STEPS, save_steps=MIDDLE), "use_cpu": not is_sharded(),
     }  # fmt: skip
     main_of_moe_peft(["sft", *(word for name, value in options.items() for word in (f"--{name}", str(value)))])
@@ -244,7 +244,10 @@ def work(kinds: list[str], folder: Path, stop: int | None) -> None:
 
 def prepare(folder: Path) -> None:
     """The base, a native MoE made of it, and data."""
-    base_model("SFT").save_pretrained(folder / "base")
+    base = base_model("SFT")
+    base.generation_config.eos_token_id = [1, *range(4, 128, 3)]  # or random weights would end no answer
+    base.save_pretrained(folder / "base")
+    (folder / "requests.txt").write_text("\n".join(words(i, 4) for i in range(8)))
     word_tokenizer(128).save_pretrained(folder / "base")
     upcycle(folder / "base", folder / "native", UpcycleConfig(num_experts=4))
     rows = [{"text": words(i, 3) + " " + words(i + 5, 2 + i % 5), "domain": "abc"[i % 3]} for i in range(32)]

@@ -24,7 +24,7 @@ from examples.demo.tasks import write_rows as demo_rows
 from moe_peft.cli import COMMANDS, dpo, main, sft
 from moe_peft.utils.foreign import FOREIGN
 from tests.helpers.chat_model import save_chat_model
-from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_rows
+from tests.helpers.user_folder import PACKAGES, ends_soon, in_folder, write_adapter, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -254,6 +254,7 @@ def make_inputs() -> None:
     names = ("Qwen/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct", "code-model", "prose-model", "math-model")
     for seed, name in enumerate(names):
         save_chat_model(Path(name), seed)
+    ends_soon(names[1])
     write_adapter("my-adapter", names[0])
     for domain in ("code", "prose"):
         lora = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")

@@ -111,8 +111,9 @@ def test_what_reaches_a_service():
     def right(set_name: str, way: str, seeds: tuple[int, ...], kind: str = "one", rows: int = 0) -> float:
         return share([by_run[set_name, seed, way, rows]["right"][kind] for seed in seeds])
 
-    def harm(set_name: str, way: str, seeds: tuple[int, ...]) -> float:
-        losses = [[by_run[set_name, seed, of, 0]["none_loss"] for seed in seeds] for of in (way, "base")]
+    def harm(set_name: str, way: str, seeds: tuple[int, ...], rows: int = 0) -> float:
+        ways = ((way, rows), ("base", 0))
+        losses = [[by_run[set_name, seed, of, n]["none_loss"] for seed in seeds] for of, n in ways]
         return (sum(losses[0]) - sum(losses[1])) / len(seeds)
 
     controls = [
@@ -138,7 +139,7 @@ def test_what_reaches_a_service():
         "all rows has {:.0f} %: tasks with the same form teach each other. On seven that ask for slots as JSON it has "
         "{:.0f} %, their own LoRAs {:.0f} %"
     ).format(right("many", "joint", (0,)), *of_slots) in text("docs/combine.md")
-    joint, replay, sets = "joint", "joint, replay", ("short", "domains")
+    joint, replay = "joint", "joint, replay"
     assert (
         f"on the look-alike domains {right('domains', joint, (0, 1, 3)):.0f} % right, where picking has "
         f"{right('domains', 'picked', (0, 1, 3), rows=240):.0f} %"
@@ -148,18 +149,24 @@ def test_what_reaches_a_service():
         f"{right('domains', 'picked', (0, 1, 3), rows=240):.0f} % right | 3 |"
     ) in text("docs/studies.md")
     assert f"requests lose {harm('domains', joint, (0, 1, 3)):.1f} of loss per token" in text("docs/combine.md")
-    page, losses = text("docs/training.md"), [harm(name, way, (0,)) for way in (joint, replay) for name in sets]
-    lost = {
-        kind: [right(name, joint, (0,), kind) - right(name, replay, (0,), kind) for name in sets]
-        for kind in ("one", "system", "switch")
+    page, trainings = text("docs/training.md"), (("short", (0,)), ("domains", (0, 3)))
+    ways = {
+        "one LoRA on all rows": (joint, 0),
+        "the same, every fifth row general": (replay, 0),
+        "a LoRA for each task, [picked](serve-many.md) by the request": ("picked", 240),
     }
-    for shown in (
-        "cost general requests {:.2f} of loss per token, one for eight look-alike domains {:.2f}.".format(*losses[:2]),
-        "this was {:.2f} and {:.2f} (one training of each)".format(*losses[2:]),
-        "fell by {:.0f} to {:.0f} points, and".format(*sorted(lost["one"])),
-        "by {:.0f} to {:.0f} behind system".format(*sorted([*lost["system"], *lost["switch"]])[::3]),
-    ):
-        assert shown in page, shown
+    for title, (way, rows) in ways.items():
+        cells = [
+            f"{right(name, way, seeds, rows=rows):.0f} %, {harm(name, way, seeds, rows):.2f}"
+            for name, seeds in trainings
+        ]
+        assert f"| {title} | {' | '.join(cells)} |" in page
+    lost = sorted(
+        right(name, joint, seeds, kind) - right(name, replay, seeds, kind)
+        for name, seeds in trainings
+        for kind in ("system", "switch")
+    )
+    assert f"replay cost {lost[0]:.0f} to {lost[-1]:.0f} points" in page
 
 
 def test_tasks_that_come_and_go():

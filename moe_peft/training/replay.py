@@ -39,7 +39,7 @@ MAX_NEW_TOKENS = 256
 _BATCH = 16  # requests answered at once
 # For plans: tokens of an answer, and tokens · parameters in a second on one core of a CPU.
 _MEAN_TOKENS = 100
-_PER_SECOND = 1.5e10
+_PER_SECOND = 1.2e10
 
 
 def with_replay(
@@ -202,7 +202,7 @@ class Replay:
         asked = [each for each in self.asked(rows) if self.limit(each) > 0]
         answers = self._answers(model, asked, None if file is None else Path(file))
         pairs = [(each, answer) for each, answer in zip(asked, answers, strict=True) if answer is not None]
-        left_out = f"the base ends {len(pairs)} of its {len(asked)} answers within {self.max_new_tokens} tokens"
+        left_out = f"the base ends its answers to {len(pairs)} of {len(asked)} requests in {self.max_new_tokens} tokens"
         if 4 * len(pairs) < max(1, len(asked)):
             raise InputError(
                 f"replay={self.share!r}: {left_out}; raise replay_max_new_tokens (max_length={self.max_length}), or "

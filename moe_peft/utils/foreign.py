@@ -120,6 +120,7 @@ FOREIGN_TO_RECIPES: dict[str, str] = {
     **dict.fromkeys(("r", "rank", "lora_r", "lora_rank"), "adapter.r, the rank of one expert"),
     **{name: f"adapter.{name}" for name in ("lora_alpha", "lora_dropout", "router_type", "mixing")},
     "top_k": "adapter.top_k, or moe.top_k in the mode ffn",
+    "replay": "rows in data.train that moe_peft.with_replay makes",
     "num_epochs": "num_train_epochs",
     **dict.fromkeys(("micro_batch_size", "batch_size"), "sft.per_device_train_batch_size"),
     **dict.fromkeys(("max_seq_length", "sequence_len", "cutoff_len"), "sft.max_length"),

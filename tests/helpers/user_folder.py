@@ -25,6 +25,15 @@ def write_model(folder: str | Path, tokenizer: Any, seed: int = 0) -> None:
     """A tiny Llama with its tokenizer."""
     tiny_llama(vocab=128, seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    ends_soon(folder)
+
+
+def ends_soon(folder: str | Path) -> None:
+    """Let a random model end its answers: with a third of its tokens."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    size, end = AutoConfig.from_pretrained(folder).vocab_size, AutoTokenizer.from_pretrained(folder).eos_token_id
+    GenerationConfig(eos_token_id=sorted({end, *range(1, size, 3)})).save_pretrained(folder)
 
 
 def write_adapter(folder: str | Path, base: str) -> None:

@@ -248,7 +248,7 @@ REFUSED = {
     "map": (
         "sft", {"label_column": "domain", "expert_map": MAPS}, "general rows have the label 'general'; give it experts",
     ),
-    "never ends": ("sft", {"replay_max_new_tokens": 1}, "the base ends 0 of its 6 answers within 1 tokens"),
+    "never ends": ("sft", {"replay_max_new_tokens": 1}, "the base ends its answers to 0 of 6 requests in 1 tokens"),
     "dpo": ("dpo", {}, "replay: not a setting here; instead: moe-peft sft, which has this setting"),
     "stage": ("sft", {"stages": {"joint": {"replay": 0.2}}}, "stages.joint.replay: unknown key"),
     "one expert": ("sft", {"num_experts": 1, "top_k": 1}, "num_experts=1: "),

@@ -7,7 +7,8 @@ from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
 from .combine.experts import put_expert
 from .combine.regmean import regmean
-from .combine.request_gate import RequestGate, neutral_requests
+from .combine.request_gate import RequestGate
+from .combine.request_texts import neutral_requests
 from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
 from .models.gates import fold_routers, pick_experts

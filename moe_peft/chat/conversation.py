@@ -101,8 +101,8 @@ class Conversation:
         system: the system prompt.
         max_new_tokens: maximum number of tokens in an answer.
         temperature: 0 takes the most probable token each time.
-        pick: questions → the expert for each, or None for the base, such as `RequestGate.pick`. Answers are routed by
-            it unless `steer` sets another routing.
+        pick: chats, each a list of messages → the expert for each, or None for the base, such as `RequestGate.pick`.
+            Answers are routed by it unless `steer` sets another routing.
 
     Attributes:
         answers: the answers of all turns so far.
@@ -136,7 +136,7 @@ class Conversation:
         system: str | None = None,
         max_new_tokens: int = 512,
         temperature: float = 0.0,
-        pick: Callable[[Sequence[str]], list[str | None]] | None = None,
+        pick: Callable[[Sequence[list[dict[str, str]]]], list[str | None]] | None = None,
     ) -> None:
         self.pick = pick
         self.model, self.tokenizer, self.system = model, tokenizer, system
@@ -259,7 +259,7 @@ class Conversation:
         prompt_1S, steering, routing = self._prompt(question, before), self.steering, self._routing()
         by_base = False
         if self._kind == "picked" and self.pick is not None:
-            (expert,) = self.pick([question])
+            (expert,) = self.pick([self.messages(question, before)])
             steering, by_base = f"picked: {expert or 'base'}", expert is None
             routing = only_expert(self.model, expert)
         length = self._longest(prompt_1S.shape[1])

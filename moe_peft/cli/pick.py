@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ examples:
     --gate gate
   vllm serve Qwen/Qwen3-0.6B --enable-lora --lora-modules math=lora-math \
     code=lora-code
+  moe-peft pick --test requests.jsonl --label-column adapter --gate gate
   moe-peft pick --gate gate
 """
 
@@ -67,7 +69,15 @@ class PickSettings(Settings):
     data: TextList | None = Field(
         None, title="FILE", description="requests that each adapter is for: a file for each, or one with --label-column"
     )
-    label_column: Text | None = Field(None, title="NAME", description="column of --data with the adapters' names")
+    test: TextList | None = Field(
+        None,
+        title="FILE",
+        description="requests as in --data, held out: say where the gate sends them, and stop; base: general requests",
+    )
+    report: Text | None = Field(None, title="FOLDER", description="with --test: folder for its JSON and picture")
+    label_column: Text | None = Field(
+        None, title="NAME", description="column of --data or --test with the adapters' names"
+    )
     labels: TextList | None = Field(
         None, title="NAME", description="the adapters' names; default: those of the files, or all of the column"
     )
@@ -82,17 +92,19 @@ class PickSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> PickSettings:
-        files = self.data or []
+        field, files = ("test", self.test) if self.test else ("data", self.data or [])
         labels = self.labels or [Path(file).stem for file in files]
         rules: list[tuple[Any, str]] = [
-            (self.gate is None and (self.fit or self.choose is None), "gate=None: name the gate's folder"),
+            (self.gate is None and (self.fit or self.test or self.choose is None), "gate=None: name the gate's folder"),
+            (self.test and self.fit, "test: goes without fit"),
+            (self.report and not self.test, "report: goes with test"),
             (self.gate and self.choose, "choose: goes without gate"),
             (self.log_text and self.log is None, "log_text=True: goes with log"),
             (self.fit and not (self.base and files), "fit=True: give base and data, too"),
-            (not self.fit and (files or self.neutral), "data, neutral: go with fit"),
+            (not self.fit and (self.data or self.neutral), "data, neutral: go with fit"),
             (self.neutral_only and not self.neutral, "neutral_only=True: goes with neutral"),
             (not files and (self.labels or self.label_column), "labels, label_column: go with data"),
-            (self.label_column and len(files) > 1, f"data={files}: give one file with label_column"),
+            (self.label_column and len(files) > 1, f"{field}={files}: give one file with label_column"),
             (
                 files and not self.label_column and self.labels and len(self.labels) != len(files),
                 f"labels={self.labels}: {len(files)} files; give a name for each",
@@ -112,7 +124,18 @@ _GROUPS = {
     "Gate": ("gate", "base", "max_length", "choose"),
     "Server": ("server", "server_kind", "names", "base_name", "skip_check", "api_key", "timeout"),
     "Proxy": ("host", "port", "allowed_hosts", "served_model_name", "max_body", "log", "log_text"),
-    "Making a gate": ("fit", "data", "label_column", "labels", "neutral", "neutral_only", "lose", "max_examples"),
+    "Making a gate, testing it": (
+        "fit",
+        "data",
+        "test",
+        "report",
+        "label_column",
+        "labels",
+        "neutral",
+        "neutral_only",
+        "lose",
+        "max_examples",
+    ),
 }
 
 
@@ -124,23 +147,22 @@ def parser(prog: str) -> SettingsParser:
 
 
 def run(settings: PickSettings) -> None:
-    check_files(**{"--data": settings.data})
+    check_files(**{"--data": settings.data, "--test": settings.test})
     check_models(base=settings.base)
-    if settings.fit:
-        fit(settings)
+    if settings.fit or settings.test:
+        (fit if settings.fit else test)(settings)
         return
-    from ..combine.request_gate import FILE  # only now: these imports take seconds
+    from ..combine.request_gate import FILE, RequestGate  # only now: these imports take seconds
     from ..serving.engines import Engine, find_engine
     from ..serving.pick import Gatekeeper, Proxy, serve
-    from ..serving.picker import ByFunction, ByGate, Chooser, ScoredGate
+    from ..serving.picker import ByFunction, ByGate, Chooser
     from ..serving.records import Records
 
     def load() -> Chooser:
         if settings.choose is not None:
             function = load_function(settings.choose, "choose")
             return ByFunction(function, settings.choose, [*settings.names] if settings.names else None)
-        gate = ScoredGate.from_pretrained(str(settings.gate), settings.base)
-        assert isinstance(gate, ScoredGate)
+        gate = RequestGate.from_pretrained(str(settings.gate), settings.base)
         if settings.max_length is not None:
             gate.reader = dataclasses.replace(gate.reader, max_length=settings.max_length)
         gate.pick(["a first request"])  # computes its constants before a user waits
@@ -164,50 +186,74 @@ def run(settings: PickSettings) -> None:
 
 
 def fit(settings: PickSettings) -> None:
-    """Fit a gate to the requests of `settings.data`, and write it."""
+    """Fit a gate to the requests of `settings.data`, write it, and print how it chooses for its own texts."""
+    from ..combine.gate_report import concerns, left_out_report
     from ..combine.request_gate import RequestGate
     from ..combine.request_texts import read_neutral
+    from ..native.folders import DenseFolder, NativeFolder, open_folder
     from ..utils.io import new_folder
 
     with new_folder(str(settings.gate), "gate") as folder:
-        requests = requests_by_label(settings)
+        tokenizer = open_folder(settings.base or "", "base", DenseFolder, NativeFolder).tokenizer
+        requests = requests_by_label(settings, settings.data or [], "--data", tokenizer)
         neutral = read_neutral(settings.neutral, settings.neutral_only)
         gate = RequestGate.fit(
             settings.base, requests, neutral, max_length=settings.max_length or 1024, lose=settings.lose
         )
         gate.save_pretrained(folder)
-    for name, texts in gate.texts.items():
-        print(f"{name}: {len(texts)} requests")
+    for concern in concerns(gate):
+        print(f"warning: {concern}")
+    print("Each text, by the gate without it:", *left_out_report(gate).lines(), sep="\n")
+    print(f"an adapter leads the base by {gate.margin:.2f} or more; held-out requests: moe-peft pick --test FILE")
     print(settings.gate)
 
 
-def requests_by_label(settings: PickSettings) -> dict[str, list[Request]]:
-    """Read the requests of each adapter."""
-    from ..native.folders import DenseFolder, NativeFolder, open_folder
+def test(settings: PickSettings) -> None:
+    """Print where a gate sends the requests of `settings.test`."""
+    from ..combine.gate_report import report_on
+    from ..combine.request_gate import BASE, RequestGate
+    from ..utils.io import new_folder
+
+    gate = RequestGate.from_pretrained(str(settings.gate), settings.base)
+    requests = requests_by_label(settings, settings.test or [], "--test", gate.reader.tokenizer)
+    for label in requests:
+        if label not in (*gate.names, BASE):
+            raise InputError(f"{choice_error('labels', label, [*gate.names, BASE])}, which the gate has")
+    report = report_on(gate, requests)
+    print(*report.lines(), sep="\n")
+    if settings.report is not None:
+        with new_folder(settings.report, "report") as folder:
+            report.write(folder)
+        print(settings.report)
+
+
+def requests_by_label(
+    settings: PickSettings, files: Sequence[str], field: str, tokenizer: Any
+) -> dict[str, list[Request]]:
+    """Read the requests of each adapter from the files of a setting."""
     from ..routing.expert_map import label_text
     from ..training.data import check_label_values, check_rows, drawn, load_data, rows_of_labels
 
-    files, column = settings.data or [], settings.label_column
+    column = settings.label_column
     if column is None:
         labels = [label_text(label) for label in settings.labels or [Path(file).stem for file in files]]
-        parts = {label: load_data(file, "--data", None) for label, file in zip(labels, files, strict=True)}
+        parts = {label: load_data(file, field, None) for label, file in zip(labels, files, strict=True)}
     else:
-        data = load_data(files[0], "--data", column)
-        check_label_values(data, "--data", column)
+        data = load_data(files[0], field, column)
+        check_label_values(data, field, column)
         rows = rows_of_labels(map(label_text, data[column]))
         labels = list(map(label_text, settings.labels or rows))
         for label in labels:
             if label not in rows:
-                raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which --data has")
+                raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which {field} has")
         parts = {label: data.select(rows[label]) for label in labels}
-    tokenizer = open_folder(settings.base or "", "base", DenseFolder, NativeFolder).tokenizer
     requests = {}
     for label, part in parts.items():
         of_format = next((kind for kind in _FORMATS if {*kind} <= {*part.column_names}), None)
         if of_format is None:
-            raise InputError(f"--data: columns {part.column_names}: needs messages, prompt and completion, or text")
+            raise InputError(f"{field}: columns {part.column_names}: needs messages, prompt and completion, or text")
         part = drawn(part.select_columns([*of_format]), settings.max_examples, 0)
-        check_rows(part, "--data", tokenizer)
+        check_rows(part, field, tokenizer)
         requests[label] = [row[of_format[0]] for row in part]
     return requests
 

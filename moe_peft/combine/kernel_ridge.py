@@ -20,6 +20,9 @@ class KernelRidge:
     are 0. Classes have the same weight, however many texts they have. Layers have the same weight, too. The kernel's
     width is the root mean square distance of two texts.
 
+    Attributes:
+        class_R, row_R: class of each text, and the text's index in the class as given.
+
     Args:
         classes: the vectors of each class's texts, [R, L, d]. If there are more than `TEXTS`, the largest classes are
             thinned out evenly.
@@ -40,6 +43,7 @@ class KernelRidge:
         self.x_RF = self._scaled(x_RLD)
         count_N = torch.tensor([len(of_class) for of_class in classes])
         self.class_R = torch.arange(len(classes)).repeat_interleave(count_N)
+        self.row_R = torch.cat([step * torch.arange(len(x)) for x, step in zip(classes, steps, strict=True)])
         self.target_RN = torch.eye(len(classes), dtype=torch.float64)[self.class_R]
         if digests is None:
             self.text_R = torch.arange(len(x_RLD))

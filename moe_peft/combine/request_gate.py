@@ -443,16 +443,19 @@ class RequestGate:
 
     def left_out(self) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Return scores of the gate's own texts, each by a gate without this text, float64 [R, n], and the index of the
-        column that each text is for, [R].
+        Return scores of the adapters' texts and of general requests, each by a gate without this text, float64 [R, n],
+        and the index of the column that each text is for, [R].
         """
-        raw_RN, adapters = self.classifier.left_out_RN, [self._classes.index(name) for name in self.names]
-        scores_RN = raw_RN[:, adapters]
+        ridge, adapters = self.classifier, [self._classes.index(name) for name in self.names]
+        scores_RN = ridge.left_out_RN[:, adapters]
         if self._for_base:
-            scores_RN = torch.cat([scores_RN, raw_RN[:, self._for_base].max(1, keepdim=True).values], 1)
-        column_N = torch.full((len(self._classes),), len(adapters))
-        column_N[adapters] = torch.arange(len(adapters))
-        return scores_RN, column_N[self.classifier.class_R]
+            base_R1 = ridge.left_out_RN[:, self._for_base].max(1, keepdim=True).values
+            scores_RN = torch.cat([scores_RN, base_R1], 1)
+        # The columns are in the order of the classes, of which `texts` are the first.
+        count_N = torch.tensor([len(of) for of in self.texts.values()])
+        used_R = ridge.class_R < len(count_N)
+        used_R &= ridge.row_R < count_N[ridge.class_R.clamp(max=len(count_N) - 1)]  # as they are, not misspelled
+        return scores_RN[used_R], ridge.class_R[used_R]
 
     # --- files -------------------------------------------------------------------------------------------------------
 

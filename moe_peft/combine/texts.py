@@ -35,7 +35,7 @@ def read_requests(file: str | None, field: str) -> list[str]:
         field: the setting that names the file, for messages.
     """
     if file is None or Path(file).suffix not in FORMATS:
-        return read_neutral(file, field)
+        return read_neutral(file, only=file is not None, field=field)
     texts = [request_text(request_of(row)).strip() for row in load_data(file, field, None)]
     if not any(texts):
         raise InputError(f"{field}={file!r}: no row has a request with words")

@@ -35,7 +35,7 @@ from starlette.types import Receive, Scope, Send
 from ..combine.request_gate import BASE
 from ..utils.messages import InputError, one_line
 from .engines import MODELS, Engine, models_listed, warnings_of_adapters
-from .picker import ASKED, Chooser, Picker, Refused, asked_texts
+from .picker import ASKED, Chooser, Picker, Refused, asked_requests
 from .records import Records
 
 logger = logging.getLogger("moe_peft")
@@ -143,16 +143,16 @@ class Proxy:
         if not ours:
             return await self.pass_on(request, content)
         picker, engine = self.now
-        texts = asked_texts(body.get(ASKED[path]), path)
+        requests = asked_requests(body.get(ASKED[path]), path)
         with self.records.choice_seconds.time():
-            choices = await _unless_gone(request, picker.pick(texts))
+            choices = await _unless_gone(request, picker.pick(requests))
         picked = {choice.name or BASE for choice in choices} or {BASE}
         if unknown := picked - engine.fields.keys():
             raise Refused(f"{', '.join(map(repr, unknown))} was chosen, which is no adapter of the server", 500)
         if len(picked) > 1:
             raise Refused(f"prompt: its texts are for {', '.join(sorted(picked))}; ask for each in its own request")
         (name,) = picked
-        self.records.chosen(name, choices, texts)
+        self.records.chosen(name, choices, requests)
         return await self._answer(request, engine, name, body)
 
     async def _answer(self, request: Request, engine: Engine, name: str, body: dict[str, Any]) -> Response:

@@ -1,6 +1,5 @@
 """
-Choosing for concurrent requests: their texts, what chooses (a gate, or a user's function), and the order in which texts
-are read.
+Choosing for concurrent requests: what is read of them, what chooses (a gate, or a user's function), and in which order.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
-from ..combine.request_gate import Request as AnyRequest
-from ..combine.request_gate import RequestGate, request_text
+from ..combine.request_gate import RequestGate
+from ..combine.request_texts import Request, request_text, user_turns
 from ..utils.messages import one_line
 
 # Route → field of the body with the question.
 ASKED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 MOST_PROMPTS = 256  # texts of one request
 MOST_WAITING = 1024  # texts of all requests
+MOST_TURNS = 16  # user messages of a chat
 _BATCH = 16
 _SHORT = 64  # characters: shorter texts count as so long
 
@@ -34,8 +32,8 @@ class Refused(Exception):
         self.status, self.headers = status, headers
 
 
-def asked_texts(value: Any, path: str) -> list[str]:
-    """Return the texts to pick by: a chat's last user message, a text, or the texts of a list of prompts."""
+def asked_requests(value: Any, path: str) -> list[Request]:
+    """Return the requests to pick by: the user's messages of a chat, a text, or the texts of a list of prompts."""
     name = ASKED[path]
     requests = value if name == "prompt" and isinstance(value, list) else [value]
     if name == "prompt" and not all(isinstance(request, str) for request in requests):
@@ -46,10 +44,18 @@ def asked_texts(value: Any, path: str) -> list[str]:
         if name == "input" and not isinstance(value, str) and not any(item.get("role") == "user" for item in value):
             # The user's message is stored on the server (`previous_response_id`).
             raise Refused("input: has no message of the user, who decides; name an adapter")
-        # JSON can hold half a pair of surrogates. A tokenizer cannot read it.
-        return [request_text(request).encode(errors="replace").decode() for request in requests]
+        return [_of_user(request) for request in requests]
     except (TypeError, AttributeError) as error:
         raise Refused(f"{name}: is not a list of messages") from error
+
+
+def _of_user(request: Any) -> Request:
+    """Return the request's text, or its last user messages."""
+    # JSON can hold half a pair of surrogates. A tokenizer cannot read it.
+    turns = [turn.encode(errors="replace").decode() for turn in user_turns(request)[:MOST_TURNS]]
+    if isinstance(request, str):
+        return turns[0]
+    return [{"role": "user", "content": turn} for turn in reversed(turns)]
 
 
 # --- what chooses ----------------------------------------------------------------------------------------------------
@@ -63,38 +69,26 @@ class Picked(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Chooses for texts. `names` are the adapters to choose from; None: all of the server's."""
+    """Chooses for requests. `names` are the adapters to choose from; None: all of the server's."""
 
     @property
     def names(self) -> Sequence[str] | None: ...
 
-    def __call__(self, texts: Sequence[str]) -> list[Picked]: ...
-
-
-class ScoredGate(RequestGate):
-    """A gate that keeps the scores of its last choice."""
-
-    last: torch.Tensor
-
-    def scores(self, requests: Sequence[AnyRequest]) -> torch.Tensor:
-        self.last = super().scores(requests)
-        return self.last.clone()
+    def __call__(self, requests: Sequence[Request]) -> list[Picked]: ...
 
 
 @dataclass(frozen=True)
 class ByGate:
     """Chooses by a gate."""
 
-    gate: ScoredGate
+    gate: RequestGate
 
     @property
     def names(self) -> list[str]:
         return self.gate.names
 
-    def __call__(self, texts: Sequence[str]) -> list[Picked]:
-        picked, columns = self.gate.pick(texts), self.gate.columns
-        rows = self.gate.last.tolist()
-        return [Picked(name, dict(zip(columns, row, strict=True))) for name, row in zip(picked, rows, strict=True)]
+    def __call__(self, requests: Sequence[Request]) -> list[Picked]:
+        return [Picked(choice.name, choice.scores) for choice in self.gate.choose(requests)]
 
 
 @dataclass(frozen=True)
@@ -105,8 +99,8 @@ class ByFunction:
     path: str
     names: Sequence[str] | None = None
 
-    def __call__(self, texts: Sequence[str]) -> list[Picked]:
-        picked = self.function(texts)
+    def __call__(self, requests: Sequence[Request]) -> list[Picked]:
+        picked = self.function(texts := [request_text(request) for request in requests])
         if not isinstance(picked, Sequence) or isinstance(picked, str) or len(picked) != len(texts):
             answer = one_line(repr(picked), 80)
             raise Refused(f"choose={self.path!r}: must return {len(texts)} names for as many texts, not {answer}", 500)
@@ -118,13 +112,13 @@ class ByFunction:
 
 @dataclass(eq=False)
 class _Waiting:
-    text: str
+    request: Request
     work: int  # characters of the whole request
     answer: asyncio.Future[Picked]
 
     @property
     def length(self) -> int:
-        return max(_SHORT, len(self.text))
+        return max(_SHORT, len(request_text(self.request)))
 
 
 @dataclass
@@ -139,17 +133,17 @@ class Picker:
     waiting: list[_Waiting] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
-    async def pick(self, texts: Sequence[str]) -> list[Picked]:
+    async def pick(self, requests: Sequence[Request]) -> list[Picked]:
         """
-        Return the choice for each text. If the caller is cancelled, its texts are no longer read.
+        Return the choice for each request. If the caller is cancelled, its requests are no longer read.
 
         Raises:
-            Refused: too many texts wait.
+            Refused: too many requests wait.
         """
-        if len(self.waiting) + len(texts) > MOST_WAITING:
+        if len(self.waiting) + len(requests) > MOST_WAITING:
             raise Refused("too many requests wait to be read; ask again", 503, {"retry-after": "1"})
-        loop, work = asyncio.get_running_loop(), sum(map(len, texts))
-        asked = [_Waiting(text, work, loop.create_future()) for text in texts]
+        loop, work = asyncio.get_running_loop(), sum(len(request_text(request)) for request in requests)
+        asked = [_Waiting(request, work, loop.create_future()) for request in requests]
         self.waiting += asked
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._read())
@@ -166,9 +160,9 @@ class Picker:
                 return
             batch = self._next(oldest=turn % 2 == 1)
             self.waiting = [each for each in self.waiting if each not in batch]
-            texts, loop = [each.text for each in batch], asyncio.get_running_loop()
+            requests, loop = [each.request for each in batch], asyncio.get_running_loop()
             try:
-                choices = await loop.run_in_executor(self.worker, self.choose, texts)
+                choices = await loop.run_in_executor(self.worker, self.choose, requests)
             except Exception as error:
                 for each in batch:
                     if not each.answer.done():

@@ -12,6 +12,7 @@ from logging.handlers import WatchedFileHandler
 import prometheus_client as prometheus
 
 from ..combine.request_gate import BASE
+from ..combine.request_texts import Request, request_text
 from ..utils.messages import InputError
 from .picker import Picked
 
@@ -59,17 +60,17 @@ class Records:
             for counted in (self._requests, self._failures, self._seconds):
                 counted.labels(name)
 
-    def chosen(self, name: str, choices: Sequence[Picked], texts: Sequence[str]) -> None:
+    def chosen(self, name: str, choices: Sequence[Picked], requests: Sequence[Request]) -> None:
         """Note a request's adapter, and log the choice for each of its texts."""
         self.picked[name] += 1
         self._requests.labels(name).inc()
         if self.log is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        for choice, text in zip(choices, texts, strict=True):
+        for choice, request in zip(choices, requests, strict=True):
             scores = {name: round(score, 4) for name, score in choice.scores.items()}
             line = {"time": now, "adapter": choice.name or BASE, "scores": scores}
-            line |= {"text": text} if self.with_text else {}
+            line |= {"text": request_text(request)} if self.with_text else {}
             record = logging.makeLogRecord({"msg": json.dumps(line, ensure_ascii=False)})
             self.log.handle(record)
 

@@ -386,13 +386,14 @@ def test_a_picked_adapter_has_its_own_part_of_a_mean_on_attention(tmp_path, toke
 
 
 def test_a_question_is_answered_by_the_expert_that_is_picked_for_it_or_by_the_base(folder, tokenizer):
-    """As if it had been forced, or the adapter disabled; the last question alone decides."""
+    """As if it had been forced, or the adapter disabled. What picks is told all of the user's turns."""
     model = load("named", folder)
     asked = []
 
-    def pick(questions):
-        asked.extend(questions)
-        return ["law" if "law" in question else None for question in questions]
+    def pick(chats):
+        turns = [[message["content"] for message in chat if message["role"] == "user"] for chat in chats]
+        asked.extend(turns)
+        return ["law" if "law" in of_chat[-1] else None for of_chat in turns]
 
     conversation = Conversation(model, tokenizer, max_new_tokens=LENGTH, pick=pick)
     first = "".join(conversation.ask("a law"))
@@ -401,7 +402,7 @@ def test_a_question_is_answered_by_the_expert_that_is_picked_for_it_or_by_the_ba
     assert first == tokenizer.decode(ids[0], skip_special_tokens=True)
     assert conversation.answers[-1].steering == "picked: law"
     list(conversation.ask("Hi"))
-    assert conversation.answers[-1].steering == "picked: base" and asked == ["a law", "Hi"]
+    assert conversation.answers[-1].steering == "picked: base" and asked == [["a law"], ["a law", "Hi"]]
     assert conversation.answers[-1].routes is None
     conversation.steer("auto")
     list(conversation.ask_again())

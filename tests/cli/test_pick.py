@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from urllib.parse import unquote
 
@@ -104,17 +105,17 @@ def test_clients_at_once_get_their_own(client, engine):
 
 def test_those_that_wait_are_read_together(gate, engine, monkeypatch):
     """Six come while the first is read."""
-    names, sizes, pick, go = [*FOR, *FOR][:7], [], gate.pick, Event()
+    names, sizes, choose, go = [*FOR, *FOR][:7], [], gate.choose, Event()
 
     def held(texts):
         sizes.append(len(texts))
         until(go.is_set)
-        return pick(texts)
+        return choose(texts)
 
     def ask(name: str) -> str:
         return httpx2.post(f"{url}/v1/chat/completions", json=chat(FOR[name]), timeout=LIMIT).headers[HEADER]
 
-    monkeypatch.setattr(gate, "pick", held)
+    monkeypatch.setattr(gate, "choose", held)
     with running(engine.app) as server:
         proxy = proxy_of(gate, server)
         with running(proxy.app()) as url, ThreadPoolExecutor(7) as pool:
@@ -140,7 +141,7 @@ def test_a_choice_that_fails_is_an_error_in_openais_form(gate, engine, monkeypat
     def fail(texts):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(gate, "pick", fail)
+    monkeypatch.setattr(gate, "choose", fail)
     with proxied(gate, engine) as client:
         answer = client.post("/v1/chat/completions", json=chat(FOR["math"]))
     error = answer.json()["error"]
@@ -444,7 +445,9 @@ def test_fit_makes_the_gate_of_the_requests_in_files(gate, tmp_path, capsys, kin
     ]
     main(["pick", "--fit", "--data", *files, *options])
     printed = capsys.readouterr().out
-    assert "math: 24 requests\ncode: 40 requests\nprose: 16 requests\nbase: 30 requests\n" in printed
+    counts = {line.split()[0]: line.split()[1] for line in printed.splitlines() if "%" in line}
+    assert counts == {"math": "24", "code": "40", "prose": "16", "base": "30"}
+    assert "warning: prose: has 16 different texts" in printed
     made, expected = (
         RequestGate.from_pretrained(tmp_path / "gate"),
         RequestGate.fit(gate.base, TEXTS, NEUTRAL, chat="messages" in kind),
@@ -532,3 +535,18 @@ def test_options_and_data_that_cannot_be(gate, tmp_path, capsys, case):
     arguments, message = BAD[case]
     line = ends([*(each.format(**places) for each in arguments), "--gate", str(tmp_path / "gate")], capsys)
     assert message in line and not (tmp_path / "gate").exists()
+
+
+def test_a_gate_is_tested_on_held_out_requests(gate, tmp_path, capsys):
+    rows = [{"text": text, "of": name} for name, text in FOR.items() for _ in range(3)]
+    file = Path(write(tmp_path / "rows.jsonl", [*rows, {"text": FOR["code"], "of": "math"}]))
+    options = ["pick", "--test", str(file), "--label-column", "of", "--gate", str(gate.folder)]
+    main([*options, "--report", str(tmp_path / "report")])
+    printed = capsys.readouterr().out
+    table = {line.split()[0]: line.split()[1:3] for line in printed.splitlines()[1:5]}
+    assert table == {"math": ["4", "75.0%"], "code": ["3", "100.0%"], "prose": ["3", "100.0%"], "base": ["3", "100.0%"]}
+    assert "math → code (+" in printed and FOR["code"] in printed
+    saved = json.loads((tmp_path / "report" / "gate_report.json").read_text())
+    assert saved["picked"]["math"] == {"math": 3, "code": 1} and (tmp_path / "report" / "gate_report.png").is_file()
+    write(file, [{"text": "x", "of": "law"}])
+    assert "labels='law': must be one of math, code, prose, base" in ends(options[1:], capsys)

@@ -9,9 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from moe_peft import RequestGate
 from moe_peft.serving.engines import find_engine
 from moe_peft.serving.pick import Proxy
-from moe_peft.serving.picker import ByGate, ScoredGate
+from moe_peft.serving.picker import ByGate
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.gate_case import NEUTRAL, TEXTS, save_base
 from tests.helpers.waiting import LIMIT
@@ -22,7 +23,7 @@ FOR = {**{name: of_name[0] for name, of_name in TEXTS.items()}, "base": NEUTRAL[
 @pytest.fixture(name="gate", scope="module")
 def gate_fixture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pick")
-    gate = ScoredGate.fit(save_base(folder / "base"), TEXTS, NEUTRAL, chat=True)
+    gate = RequestGate.fit(save_base(folder / "base"), TEXTS, NEUTRAL, chat=True)
     gate.save_pretrained(folder / "gate")
     assert [name or "base" for name in gate.pick([*FOR.values()])] == [*FOR]
     gate.folder = folder / "gate"
@@ -33,7 +34,7 @@ def proxy_of(gate: Any, server: str, timeout: float = LIMIT, max_body: int = 1 <
     """A proxy before a server. `options`: of `Proxy`, and of `find_engine`."""
     finding = {"names": {}, "base": None, "key": None, "kind": None}
     finding = {name: options.pop(name, value) for name, value in finding.items()}
-    choose = gate if not isinstance(gate, ScoredGate) else ByGate(gate)
+    choose = ByGate(gate) if isinstance(gate, RequestGate) else gate
     return Proxy(
         choose, find_engine(server, choose.names, served="auto", **finding), "auto", timeout, max_body, **options
     )

@@ -12,8 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from moe_peft import RequestGate
 from moe_peft.serving.pick import HEADER
-from moe_peft.serving.picker import ScoredGate
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.fake_engine import running
 from tests.helpers.gate_case import NEUTRAL, TEXTS
@@ -43,7 +43,7 @@ def clients(tmp_path_factory):
         torch.manual_seed(seed)
         config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(model, config).save_pretrained(root / name)
-    gate = ScoredGate.fit(base, {name: TEXTS[name] for name in ("math", "code")}, NEUTRAL, chat=True)
+    gate = RequestGate.fit(base, {name: TEXTS[name] for name in ("math", "code")}, NEUTRAL, chat=True)
     adapters = {name: root / name for name in gate.names}
     with (
         vllm_server(base, adapters, "--dtype", "float32", "--max-model-len", "64") as server,

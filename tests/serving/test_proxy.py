@@ -17,10 +17,12 @@ import httpx2
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from moe_peft import RequestGate
+from moe_peft.combine.request_texts import request_text
 from moe_peft.serving import pick, picker
 from moe_peft.serving.engines import SERVER_KINDS, Engine, find_engine, warnings_of_adapters
 from moe_peft.serving.pick import HEADER, Gatekeeper
-from moe_peft.serving.picker import ByFunction, ByGate, Picked, Picker, ScoredGate
+from moe_peft.serving.picker import ByFunction, ByGate, Picked, Picker
 from moe_peft.serving.records import Records
 from moe_peft.utils.hosts import trusted_hosts
 from moe_peft.utils.messages import InputError
@@ -34,8 +36,8 @@ class Fixed:
 
     names = ("math", "code", "prose")
 
-    def __call__(self, texts):
-        words = [text.split()[0] for text in texts]
+    def __call__(self, requests):
+        words = [request_text(request).split()[0] for request in requests]
         return [Picked(word if word in self.names else None, {word: 1.0}) for word in words]
 
 
@@ -346,7 +348,7 @@ def test_a_gate_that_changes_is_read_again_and_no_request_is_lost(gate, engine, 
     file = tmp_path / "gate" / "request_gate.safetensors"
 
     def load():
-        return ByGate(ScoredGate.from_pretrained(tmp_path / "gate"))
+        return ByGate(RequestGate.from_pretrained(tmp_path / "gate"))
 
     def post(name: str):
         return httpx2.post(f"{url}/v1/completions", json={"model": "auto", "prompt": FOR[name]}, timeout=LIMIT)

@@ -19,9 +19,10 @@ The factor `s·g` of an update multiplies `A x`, where tensors are smallest:
 
     products of tokens with all experts   [T, n·r]  `weighted_columns`; 0 for experts not chosen
     products of pairs                     [P, r]    `expand_collect`
-    one token (`LoraExperts._decoded`)    [k, r]
 
 Mixing "output" also multiplies g onto each pair's hidden activation: `collect(…, gated=True)`, [P, f] → [T, f].
+
+For one token without gradients, `Views` has the same products without copies, and `LoraExperts._decoded` uses either.
 
 `Dense` and `Gather` keep pairs in the order of (token, slot). `Blocks` and `Sorted` sort pairs by expert. They are
 `parts` of an `InParts`, with some of the slots each. Parts are computed one after another, so temporary memory is one
@@ -295,26 +296,31 @@ class Gather(Dispatch):
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if A and A[0].shape[0] == 1:
             return super().shrink_tokens(x, A)
+        return [[self._shrink_tokens(x_TM, A_NRM)] for x_TM, A_NRM in zip(x, A, strict=True)]
+
+    def _shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        r, A_PRM = A.shape[1], self._of_pairs(A, x_TM.dtype)
+        if statically_known(self.tokens == 1):  # on a CPU, a batched product would wake all threads
+            return F.linear(x_TM, A_PRM.flatten(0, 1)).view(-1, r)
         # A row times a matrix: the product of a matrix with one column takes several times as long on a CPU.
-        low = [
-            torch.bmm(x_TM.unsqueeze(1), self._of_tokens(A_NRM, x_TM.dtype).transpose(1, 2)).view(-1, A_NRM.shape[1])
-            for x_TM, A_NRM in zip(x, A, strict=True)
-        ]
-        return [[low_PR] for low_PR in low]
+        return torch.bmm(x_TM.unsqueeze(1), self._by_token(A_PRM).transpose(1, 2)).view(-1, r)
 
     def expand_collect(
         self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
     ) -> torch.Tensor:
+        h_PR, B_PRM = (h[0] * self.scaled_gates()).to(base_TM.dtype), self._of_pairs(B, base_TM.dtype)
+        if statically_known(self.tokens == 1):
+            return plus_product(base_TM, h_PR.view(1, -1), B_PRM.flatten(0, 1), in_place)
         # One batched product: a token's h [1, k·r] with the rows of its experts [k·r, m].
-        h_T1C = (h[0] * self.scaled_gates()).to(base_TM.dtype).view(self.tokens, 1, -1)
+        h_T1C, B_TCM = h_PR.view(self.tokens, 1, -1), self._by_token(B_PRM)
         if not in_place:
-            return torch.baddbmm(base_TM.unsqueeze(1), h_T1C, self._of_tokens(B, base_TM.dtype)).squeeze(1)
-        base_TM.unsqueeze(1).baddbmm_(h_T1C, self._of_tokens(B, base_TM.dtype))
+            return torch.baddbmm(base_TM.unsqueeze(1), h_T1C, B_TCM).squeeze(1)
+        base_TM.unsqueeze(1).baddbmm_(h_T1C, B_TCM)
         return base_TM
 
-    def _of_tokens(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows of each token's experts, [T, k·r, m]."""
-        return self._of_pairs(A, dtype).view(self.tokens, -1, A.shape[2])
+    def _by_token(self, A_PRM: torch.Tensor) -> torch.Tensor:
+        """Return the rows of each token's experts, [P, r, m] → [T, k·r, m]."""
+        return A_PRM.view(self.tokens, -1, A_PRM.shape[2])
 
     def _of_pairs(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrices of each pair's expert, [P, r, m]."""
@@ -334,6 +340,73 @@ class Gather(Dispatch):
     def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = h_PR.unsqueeze(2) * y_PM.unsqueeze(1)
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
+
+    # --- of one token, as `Views` ---
+
+    def shrink_token(self, x_1M: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
+        return self.shrink_tokens([x_1M], [self.cast(A, x_1M.dtype)])[0]
+
+    def shrink_each(self, y_KM: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
+        return [self.shrink(y_KM, self.cast(A, y_KM.dtype))]
+
+    def expand_each(self, h: Sequence[torch.Tensor], B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
+        h_K1R = self.updating(h[0]).unsqueeze(1)
+        return torch.baddbmm(base_1M, h_K1R, self._of_pairs(B, base_1M.dtype), alpha=self.scaling).squeeze(1)
+
+
+class Views:
+    """
+    One token's experts on a CPU: products of one row with views of their matrices. A batched product would wake all
+    threads, which takes longer than the product, and a scheduler's time slice where other programs run.
+
+    Args:
+        experts_1K: the token's experts, int64 [1, k]; an expert without matrices does not change the base.
+        gates_1K: their gates [1, k], in the dtype of the products.
+        num_experts: n.
+        scaling: s, the factor of every expert's update.
+    """
+
+    def __init__(self, experts_1K: torch.Tensor, gates_1K: torch.Tensor, num_experts: int, scaling: float) -> None:
+        self.gates, self.n, self.scaling = gates_1K, num_experts, scaling
+        (experts,), (gates,) = experts_1K.tolist(), gates_1K.tolist()
+        self.k = len(experts)
+        self.updated = [0 <= i < num_experts for i in experts]
+        # Each slot's expert and factor of the update. A slot without an update has an arbitrary expert and factor 0.
+        slots = zip(experts, gates, self.updated, strict=True)
+        self.slots = [(i, scaling * gate) if updated else (0, 0.0) for i, gate, updated in slots]
+
+    def shrink_token(self, x_1M: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
+        """Return `A_i x` of each slot, k times [1, r], from A [n, r, m], or from [1, r, m] shared by all experts."""
+        if A.shape[0] == 1:
+            return [F.linear(x_1M, _as(A[0], x_1M.dtype))] * self.k
+        return [F.linear(x_1M, _as(A[i], x_1M.dtype)) for i, _ in self.slots]
+
+    def shrink_each(self, y_KM: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
+        """Return `A_i y_i` of each slot, k times [1, r]."""
+        if A.shape[0] == 1:
+            A = A.expand(self.n, -1, -1)
+        return [F.linear(y_KM[j : j + 1], _as(A[i], y_KM.dtype)) for j, (i, _) in enumerate(self.slots)]
+
+    def expand_collect(self, h: Sequence[torch.Tensor], B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
+        """Return `base + s Σ_i g_i B_i h_i`, [1, m]."""
+        y_1M = base_1M
+        for h_1R, (i, factor) in zip(h, self.slots, strict=True):
+            if factor:
+                y_1M = torch.addmm(y_1M, h_1R, _as(B[i], y_1M.dtype), alpha=factor)
+        return y_1M
+
+    def expand_each(self, h: Sequence[torch.Tensor], B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
+        """Return `base + s B_i h_i` of each slot, [k, m]."""
+        s, dtype = self.scaling, base_1M.dtype
+        slots = zip(h, self.slots, self.updated, strict=True)
+        return torch.cat([
+            torch.addmm(base_1M, h_1R, _as(B[i], dtype), alpha=s) if updated else base_1M
+            for h_1R, (i, _), updated in slots
+        ])  # fmt: skip
+
+
+def _as(A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return A if A.dtype == dtype else A.to(dtype)  # `to` takes a microsecond even if there is nothing to do
 
 
 # --- backward passes by hand: for spread, autograd would derive an indexed sum instead of collect ---------------------

@@ -24,8 +24,9 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, statically_known
+from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, Views, statically_known
 
 DispatchMethod = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
 # A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
@@ -250,6 +251,23 @@ class BatchRoutes(NamedTuple):
         dispatch = make(experts_TK, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_TK)
         dispatch.mixes_outputs = self.mixes_outputs
         return dispatch
+
+    def token(self, dtype: torch.dtype) -> Gather | Views:
+        """
+        Return the experts of a single token, for products in this dtype: views of their matrices where reading the
+        experts' numbers is free, else copies.
+        """
+        if _may_read(self.experts):
+            return Views(self.experts, self.gates.to(dtype), self.num_experts, self.scaling)
+        experts_1K, updated_1K = self.matrices()
+        return Gather(experts_1K, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_1K)
+
+
+def _may_read(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's numbers can be read without waiting for a device, and no trace would keep them."""
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return False
+    return get_proxy_mode() is None and not torch.jit.is_tracing()
 
 
 def tokens_at_once(x_TD: torch.Tensor) -> int:

@@ -138,67 +138,49 @@ class LoraExperts(Experts):
 
     def _decodes(self, ffn: FFNHost, adapter: str, routes: BatchRoutes, dtype: torch.dtype) -> bool:
         """
-        Return whether `_decoded` applies: one token, by copies of its experts, without gradients, dropout or autocast.
+        Return whether `_decoded` applies: one token, by views or copies of its experts, without gradients, dropout or
+        autocast.
         """
-        if torch.is_grad_enabled() or self.stacked != "AB" or not statically_known(routes.experts.shape[0] == 1):
+        if torch.is_grad_enabled() or not statically_known(routes.experts.shape[0] == 1):
             return False
         return routes.method(dtype) == "gather" and not (ffn.dropout_rate(adapter) or is_autocast(routes.gates))
 
     def _decoded(self, ffn: FFNHost, adapter: str, routes: BatchRoutes, x_1D: torch.Tensor) -> torch.Tensor:
         """
         Return the output of one token, without gradients. The code is straight-line, because Python takes most of the
-        time here. The matrices of the token's k experts are copied.
+        time here.
         """
-        layout, block, mixes, s = ffn.layout, ffn.base_layer, routes.mixes_outputs, self.scaling
+        layout, block, mixes = ffn.layout, ffn.base_layer, routes.mixes_outputs
         outputs = ffn.input_projections(x_1D)
         if self.num_shared_experts:
             base = dict(zip(layout.inputs, outputs, strict=True))
             outputs = [*self._with_shared(ffn, adapter, x_1D, base).values()]
         dtype = outputs[-1].dtype
+        one = routes.token(dtype)
         # Read the dicts of parameters: `getattr` of the modules around them is slow.
         A, B = (cast(dict[str, torch.Tensor], matrices._parameters) for matrices in ffn.expert_parameters(adapter))
 
-        # Factors of the pairs' h: the gates, or 0 for an expert without an update.
-        experts_1K, updated_1K = routes.matrices()
-        experts_K, gates_1K = experts_1K.view(-1), routes.gates.to(dtype)
-        k, factors_K11 = experts_K.shape[0], gates_1K.view(-1, 1, 1)
-        updated_K11 = None if updated_1K is None else updated_1K.view(-1, 1, 1)
-        if updated_K11 is not None:
-            factors_K11 = factors_K11 * updated_K11
-
-        def gathered(M_NRM: torch.Tensor) -> torch.Tensor:
-            """Return the matrices of the token's experts, [k, r, m]."""
-            M_KRM = M_NRM.index_select(0, experts_K)
-            return M_KRM if M_KRM.dtype == dtype else M_KRM.to(dtype)
-
-        def onto(y_1M: torch.Tensor, h_K1R: torch.Tensor, B_NRM: torch.Tensor) -> torch.Tensor:
-            """Return `y + s Σ_i g_i B_i h_i`, [1, m]."""
-            return torch.addmm(y_1M, (h_K1R * factors_K11).view(1, -1), gathered(B_NRM).flatten(0, 1), alpha=s)
-
-        # Gate and up: [1, f], or with mixing "output" of every expert, [k, 1, f].
-        x_K1D, hidden = x_1D.to(dtype).expand(k, 1, -1), []
+        # Gate and up: [1, f], or with mixing "output" of every expert, [k, f].
+        x_1D, hidden = x_1D.to(dtype), []
         for name, y_1F in zip(layout.inputs, outputs, strict=True):
-            if name not in A:
-                hidden.append(y_1F.expand(k, 1, -1) if mixes else y_1F)
-                continue
-            h_K1R = torch.bmm(x_K1D, gathered(A[name]).mT)
-            if not mixes:
-                hidden.append(onto(y_1F, h_K1R, B[name]))
-                continue
-            h_K1R = h_K1R if updated_K11 is None else h_K1R * updated_K11
-            hidden.append(torch.baddbmm(y_1F, h_K1R, gathered(B[name]), alpha=s))
+            if name in A:
+                h = one.shrink_token(x_1D, A[name])
+                y_1F = one.expand_each(h, B[name], y_1F) if mixes else one.expand_collect(h, B[name], y_1F)
+            elif mixes:
+                y_1F = y_1F.expand(one.k, -1)
+            hidden.append(y_1F)
 
         # The activation, and down.
         a = layout.hidden(block, hidden)
-        z_1F = gates_1K @ a.squeeze(1) if mixes else a
+        z_1F = one.gates @ a if mixes else a
         y_1D = ffn.projection(layout.down)(z_1F)
         if self.num_shared_experts:
             y_1D = self._with_shared(ffn, adapter, z_1F, {layout.down: y_1D})[layout.down]
         if layout.down in A:
-            h_K1R = torch.bmm(a if mixes else a.expand(k, 1, -1), gathered(A[layout.down]).mT)
-            y_1D = onto(y_1D, h_K1R, B[layout.down])
+            h = one.shrink_each(a, A[layout.down]) if mixes else one.shrink_token(a, A[layout.down])
+            y_1D = one.expand_collect(h, B[layout.down], y_1D)
         if mixes:
-            y_1D = self._with_bias(ffn, gates_1K, y_1D)
+            y_1D = self._with_bias(ffn, one.gates, y_1D)
         return layout.drop(block, y_1D)
 
     # Everything below is computed in the dtype of the base's outputs, also under autocast. There it is autocast's

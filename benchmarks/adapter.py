@@ -16,7 +16,6 @@ fresh process per method: the peak during training steps less what the process h
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig
 
 from .processes import peak_growth, run_module
-from .timing import Ratio, clock, interleave, ratio
+from .timing import Ratio, clock, interleave, machine, ratio
 
 DECODED = 16
 METHODS = ("lora", "output", "projection", "base")
@@ -232,7 +231,7 @@ def main() -> None:
             rows["memory growth"] = [f"{growth:.2f}" for growth in memory_ratios(case).values()]
         for task, cells in rows.items():
             print(f"| {case.hidden} | {case.experts} | {task} | {' | '.join(cells)} |", flush=True)
-    print(json.dumps({"device": DEVICE, "torch": torch.__version__, "threads": torch.get_num_threads()}))
+    print(machine())
 
 
 if __name__ == "__main__":

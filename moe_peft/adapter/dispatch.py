@@ -13,7 +13,7 @@ the gate of each pair. It provides
 
 and the operations called by experts: `shrink_tokens`, `expand_collect` and `update` (both, with the gates in between).
 A first matrix shared by all experts, [1, r, m], needs only plain products. No method loops over experts or tokens, or
-waits for the device. All shapes are static.
+waits for the device. All shapes are static. Only `Views` loops over the k experts of its one token.
 
 The factor `s·g` of an update multiplies `A x`, where tensors are smallest:
 
@@ -22,7 +22,7 @@ The factor `s·g` of an update multiplies `A x`, where tensors are smallest:
 
 Mixing "output" also multiplies g onto each pair's hidden activation: `collect(…, gated=True)`, [P, f] → [T, f].
 
-For one token without gradients, `Views` has the same products without copies, and `LoraExperts._decoded` uses either.
+For one token without gradients, `Views` has `Gather`'s products without copies. `LoraExperts._decoded` uses either.
 
 `Dense` and `Gather` keep pairs in the order of (token, slot). `Blocks` and `Sorted` sort pairs by expert. They are
 `parts` of an `InParts`, with some of the slots each. Parts are computed one after another, so temporary memory is one

@@ -12,7 +12,7 @@ import torch
 
 from ..analysis.figures import new_figure, save_figure
 from ..utils.messages import one_line
-from .request_gate import BASE, Choice, RequestGate
+from .request_gate import BASE, RequestChoice, RequestGate
 from .request_texts import Request, request_text
 
 WORST = 20  # number of mistakes in a report
@@ -130,7 +130,7 @@ def left_out_report(gate: RequestGate) -> GateReport:
         by_name = dict(zip(gate.columns, scores, strict=True))
         best = max(gate.names, key=by_name.__getitem__)
         is_for_adapter = by_name[best] - by_name.get(BASE, -torch.inf) > gate.margin
-        choices.append(Choice(best if is_for_adapter else None, by_name, ""))
+        choices.append(RequestChoice(best if is_for_adapter else None, by_name, ""))
     report = _report(gate, [gate.columns[i] for i in own_R.tolist()], [""] * len(choices), choices)
     return GateReport(report.margin, report.picked, report.curve, [])
 
@@ -155,7 +155,7 @@ def concerns(gate: RequestGate) -> list[str]:
     return found
 
 
-def _report(gate: RequestGate, wanted: list[str], texts: list[str], choices: list[Choice]) -> GateReport:
+def _report(gate: RequestGate, wanted: list[str], texts: list[str], choices: list[RequestChoice]) -> GateReport:
     picked: dict[str, dict[str, int]] = {}
     mistakes = []
     for name, text, choice in zip(wanted, texts, choices, strict=True):
@@ -169,7 +169,7 @@ def _report(gate: RequestGate, wanted: list[str], texts: list[str], choices: lis
     return GateReport(gate.margin, picked, _curve(gate, wanted, choices), mistakes[:WORST])
 
 
-def _curve(gate: RequestGate, wanted: list[str], choices: list[Choice]) -> list[dict[str, Any]]:
+def _curve(gate: RequestGate, wanted: list[str], choices: list[RequestChoice]) -> list[dict[str, Any]]:
     """Return the shares that would be kept at other margins."""
     points: list[dict[str, Any]] = []
     leads, is_best = [], []

@@ -43,9 +43,9 @@ from ..utils.messages import InputError, choice_error
 from .kernel_ridge import KernelRidge
 from .request_texts import (
     Request,
-    digest,
     misspelled,
     neutral_requests,
+    numbers_of,
     one_form,
     parts_of,
     quoting,
@@ -57,7 +57,7 @@ from .request_texts import (
 FILE = "request_gate.safetensors"
 BASE = "base"  # name for the choice of no adapter
 ABOUT, FILLER, AS_BEFORE = "about_a_text", "filler", "as_before"  # lists of texts for no adapter
-QUOTED = 24  # number of each adapter's texts that the gate reads as quoted in a request about a text
+QUOTED = 24  # number of an adapter's texts, an eighth of all, that the gate reads as quoted in a request about a text
 CLEARLY_ABOUT = 0.45  # score of a part that is about another text
 _MARK = "(the request)"
 _PROBE = "Which of these words is the longest? (a probe)"
@@ -149,7 +149,7 @@ class Texts:
         return len(self.vectors)
 
 
-class Choice(NamedTuple):
+class RequestChoice(NamedTuple):
     """
     A gate's choice for a request.
 
@@ -322,10 +322,10 @@ class RequestGate:
         if not texts:
             raise InputError(f"requests: {name!r} has none with words; give some texts that it is for")
         # In an order of their own: the gate is the same whatever order the requests come in.
-        number_R = digest(texts)
+        number_R = numbers_of(texts)
         texts = [texts[i] for i in number_R.argsort(stable=True).tolist()]
         wrong = [misspelled(text) for text in texts[::2]] if name != BASE else []
-        quoted = quoting(texts, QUOTED) if self.lists and name != BASE else []
+        quoted = quoting(texts, min(QUOTED, -(-len(texts) // 8))) if self.lists and name != BASE else []
         vectors, of_wrong, of_quoted = self.read([*texts, *wrong, *quoted]).split([len(texts), len(wrong), len(quoted)])
         kept = {**self.texts, name: Texts(vectors, number_R.sort().values, of_wrong, of_quoted)}
         base = {BASE: kept.pop(BASE)} if BASE in kept else {}
@@ -391,7 +391,7 @@ class RequestGate:
         found = [[*choice.scores.values()] for choice in self.choose(requests)]
         return torch.tensor(found, dtype=torch.float64).reshape(len(found), len(self.columns))
 
-    def choose(self, requests: Sequence[Request]) -> list[Choice]:
+    def choose(self, requests: Sequence[Request]) -> list[RequestChoice]:
         """
         Return the adapter for each request, with the scores and the text that decided.
 
@@ -399,7 +399,7 @@ class RequestGate:
         """
         _check_requests(requests, "requests")
         turns = [[text for turn in user_turns(request) if (text := turn.strip())] or [""] for request in requests]
-        choices: dict[int, Choice] = {}
+        choices: dict[int, RequestChoice] = {}
         earlier, open_ = 0, [*range(len(turns))]
         while open_:
             found = self._choose([turns[i][earlier] for i in open_])
@@ -408,7 +408,7 @@ class RequestGate:
             open_, earlier = [i for i, again in zip(open_, refers, strict=True) if again], earlier + 1
         return [choices[i] for i in range(len(turns))]
 
-    def _choose(self, texts: Sequence[str]) -> list[tuple[Choice, bool]]:
+    def _choose(self, texts: Sequence[str]) -> list[tuple[RequestChoice, bool]]:
         """Return the choice for each message by itself, and whether the message refers to an earlier one."""
         parts = [parts_of(text) for text in texts]
         parts = [of_text if len(of_text) > 1 and self.lists else [] for of_text in parts]
@@ -427,7 +427,7 @@ class RequestGate:
                     decides, is_for_adapter = clear[0], False
             scores = dict(zip(self.columns, scores_RN[decides].tolist(), strict=True))
             best = max(self.names, key=scores.__getitem__)
-            choice = Choice(best if is_for_adapter else None, scores, flat[decides])
+            choice = RequestChoice(best if is_for_adapter else None, scores, flat[decides])
             refers = not is_for_adapter and bool(self.lists) and self._classes[int(raw_RN[i].argmax())] == AS_BEFORE
             found.append((choice, refers))
         return found

@@ -113,7 +113,7 @@ def misspelled(text: str) -> str:
 
 def numbers_of(texts: Iterable[str]) -> torch.Tensor:
     """Return a number for each text, int64 [R]. Texts that differ in form alone have the same number."""
-    found = [blake2b(one_form(text).encode("utf-8", "replace"), digest_size=8).numbers_of() for text in texts]
+    found = [blake2b(one_form(text).encode("utf-8", "replace"), digest_size=8).digest() for text in texts]
     return torch.tensor([int.from_bytes(value, "little", signed=True) for value in found], dtype=torch.int64)
 
 

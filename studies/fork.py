@@ -1,0 +1,383 @@
+"""
+All rows, or only LoRAs: one LoRA on all rows with replay, one LoRA of the LoRAs, picking, or a mixture.
+SmolLM2-135M-Instruct.
+
+    python -m studies.one_lora run --source FOLDER   # trains the tasks' own LoRAs, which this study shares
+    python -m studies.fork run --source FOLDER       # about six hours of a CPU core a seed
+    python -m studies.fork report                    # tables, in studies/results
+
+Fixed before the first run. Sets (*short*, *domains*), rows, LoRAs, held-out rows and the base are those of
+`studies.one_lora`, seeds 10 to 12.
+
+Ways:
+
+- where all rows are there: *joint*, one LoRA of rank 8 or 8·n on the rows of all tasks, as many passes as the own LoRAs
+  had (n·30 steps of 16 rows), with 0, 5 or 20 % general rows that the base answers (*replay*, of the general texts of
+  `studies.one_lora`); *mixture*, n experts of rank 8 with two for each token, on the same rows with 20 %;
+- where only the LoRAs and prompts of each task are there: *picked* by `RequestGate` from 240 prompts; *words*, picked
+  by n-grams of characters in place of hidden states (`studies.writings`); *regmean* and *distilled* (rank 16) of
+  `studies.one_lora`; *token*, a mixture with `ridge` gates, and *token, base*, with the base as one more expert;
+- *own* and *base*.
+
+The rate of *joint* and *mixture* is the best of 5e-4, 1e-3 and 2e-3 by the loss on 20 further rows of each task, which
+no LoRA was trained on, with seed 10, for each set and way; the other seeds take it.
+
+Requests with a right answer: *one*, and *second*, the second turn after another task's row with its answer; each also
+in another writing (a sentence, or lower case without marks). Requests of none of the tasks: *far*, 100 of clinc150's
+out-of-scope test set; *near*, 60 of neighbours (other intents of Snips, other domains of clinc150); *talk*, 60 of
+clinc150's small talk; each in two writings as well.
+
+Measures: right answers (greedy decoding gives the answer exactly); of requests of none the share whose answer is an
+answer of some task's training rows (*labels*), the harm that a user sees; the loss per token of the base's own greedy
+answers to 64 general requests, above the base's (*harm*).
+
+The primary contrast: *joint, 8n, 20 %* − *picked*, right answers to *one*. Differences are over rows, paired, seeds
+together.
+
+Predictions, means over seeds.
+
+1. *Joint, 8n, 20 %* has 2 to 8 points more right than *picked* on both sets, and less harm.
+2. Labels: *joint, 8n, 20 %* below 10 % of *far* and 10 to 30 % of *near*; *picked* below 15 % of *far* and 30 to 60 %
+   of *near*; *joint* without replay above 60 % of both.
+3. 5 % replay is within 2 points of 20 % in right answers and within .1 in harm.
+4. Rank 8 is within 3 points of rank 8·n.
+5. *Distilled* is between *picked* and *joint, 8n, 20 %* in right answers, *regmean* below *picked* on *domains*.
+6. *Mixture* is within 3 points of *joint, 8n, 20 %*: no difference that this study can show.
+7. *Token* is 5 points or more below *picked*; *token, base* is no better in right answers and has half of its labels.
+8. The other writing costs *picked* less than 3 points, *joint* and *distilled* 5 points or more on *domains*.
+9. *Words* are 3 points or more below *picked* on *domains*, and level within 3 on *short*.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+
+from moe_peft import MoELoraConfig, RequestGate, init_gates, lora_to_moe
+from moe_peft.combine import request_gate
+from moe_peft.combine.request_texts import neutral_requests
+from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+
+from . import one_lora, requests
+from .differences import over_rows
+from .exact_match import answers
+from .one_lora import Asked, OneLora, Way, greedy, other_writing, said
+from .requests import FFN, LONGEST, Job, command, drawn, slots_of
+from .runs import Ledger
+from .writings import CachedGate, Grams, sentence
+
+SETS, SEEDS, PROMPTS, RATES, FURTHER = ("short", "domains"), (10, 11, 12), 240, (1e-3, 5e-4, 2e-3), 20
+KINDS = ("one", "one, other writing", "second", "second, other writing")
+NONE = ("far", "near", "talk")
+
+
+class Joint(NamedTuple):
+    """A training on all rows: of a LoRA, or (rank 0) of a mixture."""
+
+    rank: str
+    replay: int
+
+
+JOINT = {
+    "joint, 8n, 20 %": Joint("8n", 20), "joint, 8n, 0 %": Joint("8n", 0), "joint, 8n, 5 %": Joint("8n", 5),
+    "joint, 8, 20 %": Joint("8", 20), "joint, 8, 0 %": Joint("8", 0), "joint, 8, 5 %": Joint("8", 5),
+    "mixture": Joint("mixture", 20),
+}  # fmt: skip
+OTHERS = ("own", "base", "picked", "words", "regmean", "distilled", "token", "token, base")
+
+
+class Fork(OneLora):
+    """The LoRAs of `studies.one_lora`, and trainings on all rows."""
+
+    def __init__(self, source: Path, work: Path, ledger: Ledger, *args: Any) -> None:
+        super().__init__(source, work.with_name("one_lora"), ledger, *args)
+        clinc = json.loads((source / "clinc150/data_full.json").read_text())["test"]
+        domains = json.loads((source / "clinc150/domains.json").read_text())
+        intents = ("AddToPlaylist", "BookRestaurant", "RateBook", "SearchScreeningEvent")
+        snips = [text for intent in intents for text, _ in slots_of(source, intent).held_out]
+        meta = [text for text, intent in clinc if intent in domains["meta"]]
+        talk = [text for text, intent in clinc if intent in domains["small_talk"]]
+        draw = random.Random("none of them")
+        near = draw.sample(snips, 30) + draw.sample(meta, 30)
+        self.for_none = {
+            "far": [chat[-1]["content"] for chat in self.far], "near": near, "talk": draw.sample(talk, 60)
+        }  # fmt: skip
+
+    def jobs(self) -> Iterator[Job]:
+        done = {(run["set"], run["seed"], run["way"]) for run in self.ledger.records()}
+        for seed in SEEDS:
+            for name in SETS:
+                if all(self.folder(name, seed, task).exists() for task in self.tasks[name]):
+                    for way in ("own", "base", "joint, 8n, 20 %", "picked", *OTHERS[3:], *JOINT):
+                        if (name, seed, way) not in done:
+                            rated = way not in JOINT or seed == SEEDS[0] or (name, SEEDS[0], way) in done
+                            if rated:
+                                yield Job(name, seed, way)
+
+    def run(self, job: Job) -> None:
+        started = time.monotonic()
+        record = {**job._asdict(), "way": job.what, **Forked(self, job.set, job.seed).measured_by(job.what)}
+        right = record["right"]["one"]
+        self.ledger.add(record, f"{right.count('1') / len(right):.1%}, {time.monotonic() - started:.0f} s")
+
+    def rate(self, name: str, way: str) -> float | None:
+        """The rate that seed 10 chose; None before."""
+        return next(
+            (r["rate"] for r in self.ledger.records() if (r["set"], r["seed"], r["way"]) == (name, SEEDS[0], way)), None
+        )
+
+
+class Forked(Asked):
+    """All requests of one set and seed, and the ways to answer them."""
+
+    def __init__(self, study: Fork, name: str, seed: int) -> None:
+        super().__init__(study, name, seed)
+        self.fork = study
+        rows = [(i, row) for i, task in enumerate(self.tasks) for row in study.held_out(name, seed, task)]
+        draw = random.Random(f"others {seed}")
+        prompts: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        for i, row in rows:
+            before = draw.choice([other for of, other in rows if of != i])
+            other = said(row["prompt"], other_writing(row["prompt"][-1]["content"]))
+            for kind, prompt in (("one", row["prompt"]), ("one, other writing", other)):
+                prompts[kind].append(prompt)
+                second = kind.replace("one", "second")
+                prompts[second].append([*before["prompt"], *before["completion"], *prompt])
+        self.parts = {"none": self.parts["none"]}
+        self.prompts = {"none": self.prompts["none"], **prompts}
+        for kind in KINDS:
+            completed = [
+                {"prompt": prompt, "completion": row["completion"], "domain": "x"}
+                for prompt, (_, row) in zip(prompts[kind], rows, strict=True)
+            ]
+            self.parts[kind], self.collator = tokenized(
+                Dataset.from_list(completed), study.tokenizer, preparation(4 * LONGEST)
+            )
+
+    def measured_by(self, way: str) -> dict[str, Any]:
+        if way in ("own", "base", "picked", "words"):
+            with mock.patch.object(one_lora, "KINDS", KINDS):
+                return self.chosen(way)
+        more: dict[str, Any] = {}
+        with torch.enable_grad():
+            if way in JOINT:
+                model, more["rate"] = self.trained(way)
+            elif way.startswith("token"):
+                model = self.token(with_base=way.endswith("base"))
+            else:
+                model = getattr(self, way)(Way(way, PROMPTS))
+        model.eval()
+        found = {kind: answers(model, part, self.collator) for kind, part in self.parts.items()}
+        return self.summary(found, lambda texts: greedy(model, self.study.tokenizer, texts), **more)
+
+    def summary(self, found: Any, answer: Any, **more: Any) -> dict[str, Any]:
+        none = found["none"]
+        shares = {}
+        for kind, texts in self.fork.for_none.items():
+            for writing, of_kind in (("", texts), (", other writing", [*map(sentence, texts)])):
+                made = answer([[{"role": "user", "content": text}] for text in of_kind])
+                shares[kind + writing] = sum(each in self.labels for each in made) / len(made)
+        return {
+            "right": {kind: "".join("01"[a.is_match] for a in found[kind]) for kind in KINDS},
+            "loss": -sum(a.log_prob for a in found["one"]) / sum(a.tokens for a in found["one"]),
+            "none_loss": -sum(a.log_prob for a in none) / sum(a.tokens for a in none),
+            "labels": shares, **more,
+        }  # fmt: skip
+
+    def chosen(self, way: str) -> dict[str, Any]:
+        """Answers where each request has one LoRA, or the base."""
+        choose = self.chooser(way)
+        kinds = {kind: self.own if way == "own" and kind in KINDS else choose(p) for kind, p in self.prompts.items()}
+        found: dict[str, list[Any]] = {kind: [None] * len(of_kind) for kind, of_kind in kinds.items()}
+        models = {expert: self.study.base if expert == self.n else self.lora(expert) for expert in range(self.n + 1)}
+        for kind, of_kind in kinds.items():
+            for expert in sorted({*of_kind}):
+                rows = [i for i, one in enumerate(of_kind) if one == expert]
+                made = answers(models[expert], self.parts[kind].select(rows), self.collator)
+                for i, answer in zip(rows, made, strict=True):
+                    found[kind][i] = answer
+
+        def answer(prompts: list[Any]) -> list[str]:
+            of_prompts, made = choose(prompts), [""] * len(prompts)
+            for expert in sorted({*of_prompts}):
+                rows = [i for i, one in enumerate(of_prompts) if one == expert]
+                texts = greedy(models[expert], self.study.tokenizer, [prompts[i] for i in rows])
+                for i, text in zip(rows, texts, strict=True):
+                    made[i] = text
+            return made
+
+        return self.summary(found, answer)
+
+    def chooser(self, way: str) -> Any:
+        if way in ("own", "base"):
+            return lambda prompts: [self.n] * len(prompts)
+        texts = {task: self.study.prompts(self.set, self.seed, task, PROMPTS) for task in self.tasks}
+        index = {name: i for i, name in enumerate([*self.tasks, None])}
+        if way == "picked":
+            gate = RequestGate.fit(self.study.base, texts, tokenizer=self.study.tokenizer)
+            return lambda prompts: [index[name] for name in gate.pick(prompts)]
+        words = {task: [prompt[-1]["content"] for prompt in of_task] for task, of_task in texts.items()}
+        gate = WordGate.of(self.study, words)
+        return lambda prompts: [index[name] for name in gate.pick(prompts)]
+
+    def token(self, with_base: bool) -> Any:
+        model = lora_to_moe(
+            copy.deepcopy(self.study.base), self.folders(), top_k=1, mixing="projection", base_expert=with_base
+        )
+        rows = self.taught(Way("token", PROMPTS))
+        if with_base:
+            rows = self.with_general(rows)
+        batches = calibration_batches(
+            Dataset.from_list(rows), self.study.tokenizer, len(rows), max_length=LONGEST, columns=["expert"]
+        )
+        init_gates(model, "ridge", batches)
+        model.config.output_router_logits = False
+        return model
+
+    def trained(self, way: str) -> tuple[Any, float]:
+        """A training on all rows, at the rate of seed 10 or at the best of three."""
+        rate = self.fork.rate(self.set, way)
+        if rate is not None:
+            return self.at_rate(way, rate), rate
+        best: tuple[float, float, Any] = (float("inf"), 0.0, None)
+        for rate in RATES:
+            model = self.at_rate(way, rate)
+            loss = self.further_loss(model)
+            if loss < best[0]:
+                best = (loss, rate, model)
+        return best[2], best[1]
+
+    def at_rate(self, way: str, rate: float) -> Any:
+        joint = JOINT[way]
+        rows = [row for task in self.tasks for row in self.study.train_rows(self.set, self.seed, task)]
+        general = self.with_general([])
+        general = self.with_general([{}] * 4 * len(self.study.general))[4 * len(self.study.general) :]
+        count = len(rows) * joint.replay // (100 - joint.replay)
+        rows = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
+        rows += [{key: general[i % len(general)][key] for key in ("prompt", "completion")} for i in range(count)]
+        if joint.rank == "mixture":
+            config = MoELoraConfig(
+                num_experts=self.n, top_k=2, r=8, lora_alpha=16, target_modules=FFN, task_type="CAUSAL_LM"
+            )
+            model = get_peft_model(copy.deepcopy(self.study.base), config)
+        else:
+            model = self.study.new_lora(8 * self.n if joint.rank == "8n" else 8)
+        with mock.patch.object(requests, "RATE", rate):
+            self.study.fit(model, rows, self.n * self.study.steps // 2, self.seed, batch=16)
+        return model
+
+    @torch.no_grad()
+    def further_loss(self, model: Any) -> float:
+        """The loss on rows that no LoRA was trained on and that are not asked."""
+        rows = []
+        for task in self.tasks:
+            seen = {row["prompt"][-1]["content"] for row in self.study.train_rows(self.set, self.seed, task)}
+            rest = [
+                row for row in self.study.tasks[self.set][task]["train"] if row["prompt"][-1]["content"] not in seen
+            ]
+            rest = rest or self.study.tasks[self.set][task]["train"]
+            rows += [{**row, "domain": "x"} for row in drawn(rest, FURTHER, self.seed, f"further {task}")]
+        part, collator = tokenized(Dataset.from_list(rows), self.study.tokenizer, preparation(4 * LONGEST))
+        found = answers(model.eval(), part, collator)
+        return -sum(a.log_prob for a in found) / sum(a.tokens for a in found)
+
+
+class WordGate(CachedGate):
+    """A gate whose vectors are n-grams of characters."""
+
+    grams: Grams
+
+    @classmethod
+    def of(cls, study: Fork, own: dict[str, list[str]]) -> WordGate:
+        cls.grams = Grams([*neutral_requests(), *(text for texts in own.values() for text in texts)])
+        gate = cls(study.base, request_gate.RequestReader(study.tokenizer, True), {})
+        lists = {
+            name: gate.read(request_gate.read_list(name))
+            for name in (request_gate.ABOUT, request_gate.FILLER, request_gate.AS_BEFORE)
+        }
+        gate = cls(study.base, gate.reader, {}, lists)
+        for name, texts in {**own, request_gate.BASE: neutral_requests()}.items():
+            gate = gate.with_adapter(name, texts)
+        return gate
+
+    def read(self, texts: Any, batch_size: int = 16) -> torch.Tensor:
+        made = [self.grams(request_gate.request_text(text)) for text in texts]
+        return torch.stack(made) if made else torch.zeros(0, 1, self.grams.size)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+CONTRASTS = (
+    ("joint, 8n, 20 %", "picked"), ("joint, 8n, 20 %", "own"), ("joint, 8n, 5 %", "joint, 8n, 20 %"),
+    ("joint, 8, 20 %", "joint, 8n, 20 %"), ("mixture", "joint, 8n, 20 %"), ("distilled", "picked"),
+    ("regmean", "picked"), ("words", "picked"), ("token", "picked"), ("token, base", "token"), ("picked", "own"),
+)  # fmt: skip
+
+
+def report(ledger: Ledger) -> str:
+    """The page of the runs that there are."""
+    runs = [*{(r["set"], r["seed"], r["way"]): r for r in ledger.records()}.values()]
+    none = [kind + writing for kind in NONE for writing in ("", ", other writing")]
+    lines = [
+        "# All rows, or only LoRAs",
+        "",
+        "`python -m studies.fork report` writes this page; the script's head says what was fixed before its first run."
+        " Right answers in per cent; of requests of none of the tasks the share that is answered with some task's"
+        " answer (*labels*), in two writings; *harm*: loss per token of the base's own answers to general requests,"
+        " above the base's.",
+    ]
+    for name in SETS:
+        of_set = [run for run in runs if run["set"] == name]
+        base = {run["seed"]: run["none_loss"] for run in of_set if run["way"] == "base"}
+        if not base:
+            continue
+        lines += ["", f"## {name}", "", f"| way | seeds | {' | '.join((*KINDS, *none))} | harm | rate |"]
+        lines.append(f"|{'---|' * (4 + len(KINDS) + len(none))}")
+        for way in (*OTHERS, *JOINT):
+            of = [run for run in of_set if run["way"] == way and run["seed"] in base]
+            if of:
+                cells = [way, str(len(of)), *(f"{100 * _right(of, kind).mean():.1f}" for kind in KINDS)]
+                cells += [f"{100 * sum(run['labels'][kind] for run in of) / len(of):.0f}" for kind in none]
+                cells.append(f"{sum(run['none_loss'] - base[run['seed']] for run in of) / len(of):.3f}")
+                lines.append(f"| {' | '.join([*cells, str(of[0].get('rate', ''))])} |")
+        lines += [
+            "",
+            f"| A − B, points, 95 % over rows | seeds | {' | '.join(KINDS)} |",
+            f"|{'---|' * (2 + len(KINDS))}",
+        ]
+        for names in CONTRASTS:
+            pair = [{run["seed"]: run for run in of_set if run["way"] == way} for way in names]
+            if seeds := sorted(pair[0].keys() & pair[1].keys()):
+                a, b = ([of[seed] for seed in seeds] for of in pair)
+                cells = [over_rows((_right(a, kind) - _right(b, kind)).flatten()) for kind in KINDS]
+                lines.append(f"| {names[0]} − {names[1]} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _right(runs: list[dict[str, Any]], kind: str) -> torch.Tensor:
+    """[runs, rows]"""
+    return torch.tensor([[int(x) for x in run["right"][kind]] for run in runs]).double()
+
+
+def _shrink() -> None:
+    global SETS, SEEDS, PROMPTS, RATES, FURTHER
+    SETS, SEEDS, PROMPTS, RATES, FURTHER = ("short",), (10,), 6, (1e-3,), 3
+    one_lora._shrink()
+
+
+def main() -> None:
+    command("fork", __doc__, Fork, report, _shrink)
+
+
+if __name__ == "__main__":
+    main()

@@ -71,7 +71,6 @@ from peft import PeftModel
 from moe_peft import RequestGate, regmean
 from moe_peft.adapter.lora_conversion import read_loras
 from moe_peft.combine import regmean as closed_form
-from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.models.introspection import greedy_decoding
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from moe_peft.utils.io import atomic_write
@@ -103,6 +102,12 @@ WAYS = (
     Way("regmean, base inputs", 240), Way("KL", 240), Way("two writings", 240), Way("distilled, rank 8n", 240),
     Way("from regmean", 240), Way("regmean", 100), Way("distilled", 100),
 )  # fmt: skip
+
+
+def first_general_texts() -> list[str]:
+    """The general texts that the package had when this study began."""
+    lines = Path(__file__).with_name("first_general_texts.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("# ")]
 
 
 def other_writing(text: str) -> str:
@@ -138,7 +143,7 @@ class OneLora(Requests):
         rows = json.loads((source / "clinc150/data_full.json").read_text())["oos_test"]
         texts = random.Random(0).sample([text for text, _ in rows], FAR)
         self.far = [[{"role": "user", "content": text}] for text in texts]
-        self.general = self.answered(neutral_requests(), "general")
+        self.general = self.answered(first_general_texts(), "general")
 
     def answered(self, texts: list[str], domain: str) -> list[dict[str, Any]]:
         """In batches, and kept for the other workers and for a study that continues."""

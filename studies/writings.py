@@ -65,6 +65,7 @@ from moe_peft.combine import request_gate, request_texts
 from moe_peft.combine.request_gate import ABOUT, AS_BEFORE, BASE, FILLER, Texts
 from moe_peft.combine.request_texts import misspelled, neutral_requests, one_form
 
+from .one_lora import first_general_texts
 from .request_gate import general_kinds
 from .requests import all_tasks, drawn, slots_of
 from .runs import Ledger, parser, work
@@ -215,8 +216,7 @@ class Writings:
         model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
         self.gate = CachedGate(model.eval(), request_gate.RequestReader(tokenizer, True), {})
         CachedGate.known = {}
-        self.old = Path(__file__).with_name("first_general_texts.txt").read_text().splitlines()
-        self.old = [line for line in self.old if line and not line.startswith("# ")]
+        self.old = first_general_texts()
         clinc = json.loads((source / "clinc150/data_full.json").read_text())
         self.log = random.Random(0).sample([text for text, _ in clinc["oos_val"]], 100)
         self.clinc, self.domains = clinc, json.loads((source / "clinc150/domains.json").read_text())

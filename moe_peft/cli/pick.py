@@ -86,7 +86,7 @@ class PickSettings(Settings):
     )
     neutral_only: Flag = Field(False, description="leave out the built-in list of general requests")
     lose: Annotated[Number, Field(ge=0, lt=1)] = Field(
-        0.02, title="SHARE", description="share of the adapters' own requests that may go to the base"
+        0.03, title="SHARE", description="share of the adapters' own requests that may go to the base"
     )
     max_examples: Count = Field(512, description="rows of each adapter that are read")
 

@@ -21,14 +21,14 @@ class KernelRidge:
     width is the root mean square distance of two texts.
 
     Attributes:
-        class_R, row_R: class of each text, and the text's index in the class as given.
+        class_R: class of each text.
 
     Args:
         classes: the vectors of each class's texts, [R, L, d]. If there are more than `TEXTS`, the largest classes are
             thinned out evenly.
         penalty: λ.
-        digests: numbers of the texts of each class, int64 [R]; vectors of one text in several writings have the same. A
-            text that several classes share counts for each of them: its target is 1 in each. None: all texts differ.
+        digests: numbers of the texts of each class, int64 [R]; a text that
+            several classes share counts for each of them: its target is 1 in each. None: all texts differ.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class KernelRidge:
         self.x_RF = self._scaled(x_RLD)
         count_N = torch.tensor([len(of_class) for of_class in classes])
         self.class_R = torch.arange(len(classes)).repeat_interleave(count_N)
-        self.row_R = torch.cat([step * torch.arange(len(x)) for x, step in zip(classes, steps, strict=True)])
         self.target_RN = torch.eye(len(classes), dtype=torch.float64)[self.class_R]
         if digests is None:
             self.text_R = torch.arange(len(x_RLD))
@@ -62,7 +61,7 @@ class KernelRidge:
 
     @cached_property
     def left_out_RN(self) -> torch.Tensor:
-        """Scores of each text by the regression on all other texts, without its other writings, in closed form."""
+        """Scores of each text by the regression on all other texts, none of its copies among them, in closed form."""
         inverse_RR = torch.cholesky_inverse(self.cholesky_RR)
         error_RN = torch.empty_like(self.coefficients_RN)
         for row_S in self.text_R.argsort(stable=True).split(self.text_R.bincount().tolist()):

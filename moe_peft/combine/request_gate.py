@@ -43,7 +43,6 @@ from ..utils.messages import InputError, choice_error
 from .kernel_ridge import KernelRidge
 from .request_texts import (
     Request,
-    misspelled,
     neutral_requests,
     numbers_of,
     one_form,
@@ -136,13 +135,11 @@ class Texts:
     Args:
         vectors: the texts' vectors, float32 [R, L, d].
         digests: numbers of the texts, int64 [R]. They show which texts two adapters share.
-        misspelled: vectors of every second text of an adapter, with typing errors, [M, L, d].
         quoted: vectors of some of an adapter's texts inside requests about them, [Q, L, d].
     """
 
     vectors: torch.Tensor
     digests: torch.Tensor
-    misspelled: torch.Tensor
     quoted: torch.Tensor
 
     def __len__(self) -> int:
@@ -207,7 +204,7 @@ class RequestGate:
     revision: str | None = None
     penalty: float = 0.03
     layers: int | None = None
-    lose: float = 0.02
+    lose: float = 0.03
     fixed_margin: float | None = None
     gone: dict[str, Texts] = field(default_factory=dict)
 
@@ -224,12 +221,10 @@ class RequestGate:
         lists = dict(self.lists)
         if ABOUT in lists:
             lists[ABOUT] = torch.cat([lists[ABOUT], *(of.quoted for of in self.texts.values())])
-        classes = [torch.cat([of.vectors, of.misspelled]) for of in kept]
-        digests = [torch.cat([of.digests, of.digests[::2][: len(of.misspelled)]]) for of in kept]
         # No text of a list is also a text of an adapter.
-        number_R = torch.arange(-sum(map(len, lists.values())), 0)
-        digests += number_R.split([len(x_RLD) for x_RLD in lists.values()])
-        return KernelRidge([*classes, *lists.values()], self.penalty, digests)
+        number_R = torch.arange(-sum(map(len, lists.values())), 0).split([len(x_RLD) for x_RLD in lists.values()])
+        digests = [*(of.digests for of in kept), *number_R]
+        return KernelRidge([*(of.vectors for of in kept), *lists.values()], self.penalty, digests)
 
     @property
     def _classes(self) -> list[str]:
@@ -271,7 +266,7 @@ class RequestGate:
         tokenizer: Any = None,
         chat: bool | None = None,
         max_length: int = 1024,
-        lose: float = 0.02,
+        lose: float = 0.03,
     ) -> RequestGate:
         """
         Build a gate from example requests for each adapter.
@@ -324,10 +319,9 @@ class RequestGate:
         # In an order of their own: the gate is the same whatever order the requests come in.
         number_R = numbers_of(texts)
         texts = [texts[i] for i in number_R.argsort(stable=True).tolist()]
-        wrong = [misspelled(text) for text in texts[::2]] if name != BASE else []
         quoted = quoting(texts, min(QUOTED, -(-len(texts) // 8))) if self.lists and name != BASE else []
-        vectors, of_wrong, of_quoted = self.read([*texts, *wrong, *quoted]).split([len(texts), len(wrong), len(quoted)])
-        kept = {**self.texts, name: Texts(vectors, number_R.sort().values, of_wrong, of_quoted)}
+        vectors, of_quoted = self.read([*texts, *quoted]).split([len(texts), len(quoted)])
+        kept = {**self.texts, name: Texts(vectors, number_R.sort().values, of_quoted)}
         base = {BASE: kept.pop(BASE)} if BASE in kept else {}
         gone = {other: value for other, value in self.gone.items() if other != name}
         return dataclasses.replace(self, texts={**kept, **base}, gone=gone)
@@ -419,12 +413,12 @@ class RequestGate:
         at, found = len(texts), []
         for i, (text, of_text) in enumerate(zip(texts, parts, strict=True)):
             span = range(at, at := at + len(of_text))
-            decides = i if lead[i] > 0 or not of_text else max(i, *span, key=lambda j: lead[j])
-            is_for_adapter = bool(text) and lead[decides] > 0
+            decides = i if lead[i] > self.margin else max([i, *span], key=lambda j: lead[j])
+            is_for_adapter = bool(text) and lead[decides] > self.margin
             if self.lists:
                 about_R = raw_RN[:, self._classes.index(ABOUT)]
-                if clear := [j for j in span if about_R[j] > CLEARLY_ABOUT]:
-                    decides, is_for_adapter = clear[0], False
+                if about := [j for j in span if about_R[j] > CLEARLY_ABOUT]:
+                    decides, is_for_adapter = about[0], False
             scores = dict(zip(self.columns, scores_RN[decides].tolist(), strict=True))
             best = max(self.names, key=scores.__getitem__)
             choice = RequestChoice(best if is_for_adapter else None, scores, flat[decides])
@@ -433,13 +427,13 @@ class RequestGate:
         return found
 
     def _of_columns(self, raw_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores of the `columns` from scores of all classes, and the best adapter's lead beyond the margin."""
+        """Return scores of the `columns` from scores of all classes, and the best adapter's lead over the base."""
         adapters = [self._classes.index(name) for name in self.names]
         scores_RN, best_R = raw_RN[:, adapters], raw_RN[:, adapters].max(1).values
         if not self._for_base:
             return scores_RN, torch.full_like(best_R, torch.inf)
         base_R = raw_RN[:, self._for_base].max(1).values
-        return torch.cat([scores_RN, base_R[:, None]], 1), best_R - base_R - self.margin
+        return torch.cat([scores_RN, base_R[:, None]], 1), best_R - base_R
 
     def left_out(self) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -452,9 +446,7 @@ class RequestGate:
             base_R1 = ridge.left_out_RN[:, self._for_base].max(1, keepdim=True).values
             scores_RN = torch.cat([scores_RN, base_R1], 1)
         # The columns are in the order of the classes, of which `texts` are the first.
-        count_N = torch.tensor([len(of) for of in self.texts.values()])
-        used_R = ridge.class_R < len(count_N)
-        used_R &= ridge.row_R < count_N[ridge.class_R.clamp(max=len(count_N) - 1)]  # as they are, not misspelled
+        used_R = ridge.class_R < len(self.texts)
         return scores_RN[used_R], ridge.class_R[used_R]
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -521,9 +513,7 @@ class _Saved(NamedTuple):
 
     def vectors(self) -> list[torch.Tensor]:
         """Return all vectors, each [R, L, d]."""
-        of_texts = [
-            x for of in (*self.texts.values(), *self.gone.values()) for x in (of.vectors, of.misspelled, of.quoted)
-        ]
+        of_texts = [x for of in (*self.texts.values(), *self.gone.values()) for x in (of.vectors, of.quoted)]
         return [*of_texts, *self.lists.values(), self.probe]
 
     def without(self, names: Sequence[str]) -> _Saved:
@@ -557,7 +547,6 @@ class _Saved(NamedTuple):
                 Texts(
                     floats(f"{i}.vectors"),
                     file.get_tensor(f"{i}.digests").long(),
-                    floats(f"{i}.misspelled"),
                     floats(f"{i}.quoted"),
                 )
                 for i in range(len(names) + len(gone))

@@ -5,7 +5,6 @@ lists of requests that are for no adapter.
 
 from __future__ import annotations
 
-import random
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,17 +97,6 @@ def quoting(texts: Sequence[str], count: int) -> list[str]:
         for i, text in enumerate(picked)
         for ask in [asks[7 * i % len(asks)]]
     ]
-
-
-def misspelled(text: str) -> str:
-    """Return a text with typing errors in about a third of its longer words, always the same for a text."""
-    draw, words = random.Random(text), text.split(" ")
-    for i, word in enumerate(words):
-        if len(word) > 3 and draw.random() < 0.3:
-            at = draw.randrange(1, len(word) - 1)
-            swapped = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
-            words[i] = draw.choice((swapped, word[:at] + word[at + 1 :], word[:at] + word[at] + word[at:]))
-    return " ".join(words)
 
 
 def numbers_of(texts: Iterable[str]) -> torch.Tensor:

@@ -26,7 +26,6 @@ from moe_peft.combine.kernel_ridge import KernelRidge, thinning
 from moe_peft.combine.request_gate import FILE, RequestReader, copy_without
 from moe_peft.combine.request_texts import (
     PARTS,
-    misspelled,
     neutral_requests,
     one_form,
     parts_of,
@@ -247,14 +246,6 @@ def test_parts_are_sentences_and_lines():
     assert len(many) == PARTS and many[0] == "0" and many[-1] == "999"
 
 
-def test_typing_errors_are_always_the_same_and_keep_most_words():
-    text = "please transfer three hundred dollars from checking to savings tomorrow"
-    assert misspelled(text) == misspelled(text) != text
-    pairs = list(zip(misspelled(text).split(" "), text.split(" "), strict=True))
-    assert 1 <= sum(a != b for a, b in pairs) <= 6 and all(abs(len(a) - len(b)) <= 1 for a, b in pairs)
-    assert misspelled("") == "" and misspelled("a b") == "a b"
-
-
 def test_turns_of_the_user_the_last_first():
     chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     assert user_turns(chat) == ["c", "a"] and user_turns("a") == ["a"] and user_turns([]) == []
@@ -268,7 +259,7 @@ def test_the_margin_loses_the_share_that_was_asked_for(gate):
     for lose in (0.0, 0.05, 0.25, 0.5):
         margins.append(dataclasses.replace(gate, lose=lose).margin)
         assert float((lead < margins[-1]).double().mean()) == pytest.approx(lose, abs=0.02)
-    assert margins == sorted(margins) and gate.margin == dataclasses.replace(gate, lose=0.02).margin
+    assert margins == sorted(margins) and gate.margin == dataclasses.replace(gate, lose=0.03).margin
 
 
 def test_adapters_with_the_same_texts_do_not_lose_them_to_the_base(base):

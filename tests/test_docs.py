@@ -42,7 +42,7 @@ PRINTED = {
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "have logits within",
     "pruning.md": "tokens that lost an expert in any layer",
-    "serve-many.md": "code: 12 requests",
+    "serve-many.md": "warning: code: has 12 different texts",
     "steering.md": "'compliance'",
     "training.md": "FLOP per token",
     "tutorial.md": "verified: of",

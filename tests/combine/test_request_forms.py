@@ -50,7 +50,7 @@ KEPT = {
     "before a document": "{}\n\n" + DOCUMENT,
     "polite": "Good day to you! It would be marvellous if you had a minute for me. {sentence}. All the best, Theo",
 }
-TO_BASE = ("Translate into Dutch: {}", 'How many letters are in "{}"?', "Is this sentence polite? {sentence}.")
+TO_BASE = ("Translate into Dutch: {}", "Rewrite this as a headline: {}", "Is this sentence polite? {sentence}.")
 GENERAL = (
     "who was the first king of norway", "Who was the first king of Norway?", "write a song about a train",
     "tell me something about whales", "Wie hoch ist der Eiffelturm?", DOCUMENT,

@@ -58,6 +58,7 @@ from moe_peft import RequestGate
 from moe_peft.training.preparation import preparation, tokenized
 
 from .exact_match import answers
+from .request_gate import THEN
 from .requests import FEW, HELD_OUT, KINDS, LONGEST, STEPS, Job, Measured, Requests, command, drawn
 from .runs import Ledger
 
@@ -226,6 +227,8 @@ def report(ledger: Ledger) -> str:
         "",
         "`python -m studies.changing_tasks report` writes this page; the script's head says what was fixed before its"
         " first run. SmolLM2-135M-Instruct; right answers in per cent, means over seeds and rows.",
+        "",
+        THEN,
     ]
     for name in ("short", "domains"):
         of_set = [run for run in runs if run["set"] == name and "rows" in run and "task" not in run]

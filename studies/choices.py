@@ -6,9 +6,10 @@ SmolLM2-135M-Instruct; choices alone, so no adapter is needed.
     python -m studies.choices report                # the table, in studies/results
 
 The sets of tasks, rows and seeds are those of `studies.requests`: *short*, *domains*, *many*, with 24 or all rows of a
-task. General requests are of kinds that the gate's own general texts lack: 64 as in `studies.requests` (*general*) and
-280 others, *more*: 40 each of word problems, programming tasks in two data sets, quizzes and yes-no questions, and 20
-each of four tasks of BIG-Bench Hard.
+task. General requests are of kinds that the gate's own general texts have sections of, too: 64 as in `studies.requests`
+(*general*) and 280 others, *more*: 40 each of word problems, programming tasks in two data sets, quizzes and yes-no
+questions, and 20 each of four tasks of BIG-Bench Hard. They were drawn once, so the texts that chose the margin report
+it.
 
 The kernel's width, λ and the margin of the package were chosen with seeds 0 and 1 of these sets, among some twenty
 ways. Fixed before the run with seeds 2 and 3, other draws of the same rows: with all rows, kernel with a margin of .1
@@ -44,7 +45,7 @@ from moe_peft import RequestGate
 from moe_peft.combine.kernel_ridge import KernelRidge
 from moe_peft.combine.request_gate import BASE
 
-from .request_gate import general_kinds, general_texts, ridge
+from .request_gate import THEN, general_kinds, general_texts, ridge
 from .requests import FEW, HELD_OUT, TRAIN, all_tasks, drawn
 from .runs import Ledger, parser, work
 from .short_tasks import _json
@@ -163,6 +164,8 @@ def report(ledger: Ledger) -> str:
         "`python -m studies.choices report` writes this page; the script's head says what was fixed before. Requests of"
         " the tasks that are sent to their own adapter, and general ones that are sent to the base, in per cent; means"
         " over seeds.",
+        "",
+        THEN,
         "",
         f"| tasks | rows | regression | {' | '.join(names)} |",
         f"|{'---|' * (3 + len(names))}",

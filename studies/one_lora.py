@@ -77,6 +77,7 @@ from moe_peft.utils.io import atomic_write
 
 from .differences import over_rows
 from .exact_match import Answer, answers
+from .request_gate import first_general_texts
 from .requests import ANSWER, LONGEST, RATE, Job, Requests, command, drawn
 from .runs import DEVICE, Ledger
 
@@ -102,12 +103,6 @@ WAYS = (
     Way("regmean, base inputs", 240), Way("KL", 240), Way("two writings", 240), Way("distilled, rank 8n", 240),
     Way("from regmean", 240), Way("regmean", 100), Way("distilled", 100),
 )  # fmt: skip
-
-
-def first_general_texts() -> list[str]:
-    """The general texts that the package had when this study began."""
-    lines = Path(__file__).with_name("first_general_texts.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("# ")]
 
 
 def other_writing(text: str) -> str:

@@ -91,7 +91,6 @@ from examples.demo.smollm2 import smollm2_folder
 from moe_peft import RequestGate, force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.router_recorder import state
 from moe_peft.combine.request_gate import RequestReader
-from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
@@ -100,7 +99,7 @@ from . import short_tasks
 from .differences import over_rows
 from .exact_match import answers
 from .growing import TASKS as DOMAINS
-from .request_gate import ScopedRouter, general_texts, ridge
+from .request_gate import THEN, ScopedRouter, first_general_texts, general_texts, ridge
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work
 
 RESULTS = Path(__file__).parent / "results"
@@ -270,7 +269,7 @@ class Requests:
             rank, steps, batch = min(8 * n, 64), n * self.steps // 2, 16
             rows = [row for of_task in self.tasks[name] for row in self.train_rows(name, seed, of_task)]
             if task == JOINT[1]:
-                texts = neutral_requests()
+                texts = first_general_texts()
                 general = [
                     {"prompt": [{"role": "user", "content": row["text"]}],
                      "completion": [{"role": "assistant", "content": self.answer_of(row)}], "domain": "general"}
@@ -382,7 +381,7 @@ class Measured:
             if job.set == "many" or job.seed not in SCOPED:
                 continue
             deep = RequestGate(base, reader, {}, layers=len(self.layers))
-            vectors = [deep.read(of_task) for of_task in (*prompts.values(), neutral_requests())]
+            vectors = [deep.read(of_task) for of_task in (*prompts.values(), first_general_texts())]
             weight_LND = ridge(vectors, penalty=0.1)
             turn = study.tokenizer("<|im_start|>user")["input_ids"]
             for kind in ("so far", "half-life", "by turn") if rows > FEW else ("so far",):
@@ -433,7 +432,7 @@ class Measured:
                 for i, of_task in enumerate(train.values()) for r in of_task]  # fmt: skip
         empty = [{"role": "assistant", "content": ""}]
         rows += [{"prompt": [{"role": "user", "content": text}], "completion": empty, "expert": self.n}
-                 for text in neutral_requests()]  # fmt: skip
+                 for text in first_general_texts()]  # fmt: skip
         batches = calibration_batches(
             Dataset.from_list(rows), self.study.tokenizer, len(rows), max_length=LONGEST, columns=["expert"]
         )
@@ -610,6 +609,8 @@ def report(ledger: Ledger) -> str:
         " run. SmolLM2-135M-Instruct; right answers in per cent, means over seeds and rows. *None*: general requests"
         " that are answered as by the base; *harm*: the loss per token of those answers above the base's; *chosen*:"
         " requests picked for their own adapter (of *one*, behind *system* prompts), and general ones for the base.",
+        "",
+        THEN,
     ]
     controls = [run for run in runs if run["way"].endswith("control")]
     for name in SEEDS:

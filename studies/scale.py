@@ -66,11 +66,11 @@ from trl import SFTConfig, SFTTrainer
 
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
-from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.training.preparation import preparation, tokenized
 
 from .differences import over_rows, paired_difference
 from .exact_match import answers
+from .request_gate import first_general_texts
 from .runs import DEVICE, Ledger, parser, score_answers_only, start_workers, work
 from .short_tasks import Pairs, _length, _lines, sql
 
@@ -141,7 +141,7 @@ def prepare(source: Path, folder: Path, fraction: float) -> None:
         rows["train"] += trained[count(DEVELOPMENT) :]
         seen = {question for question, _ in pairs.train}
         rows["test"] += drawn((pair for pair in pairs.held_out if pair[0] not in seen), task, count(HELD_OUT))
-    for texts in ([row["text"] for row in _lines(source / "mbpp/mbpp.jsonl")], neutral_requests()):
+    for texts in ([row["text"] for row in _lines(source / "mbpp/mbpp.jsonl")], first_general_texts()):
         rows["general"] += [{"text": text, "domain": "general"} for text in random.Random(0).sample(texts, count(32))]
     data = DatasetDict()
     for name, of_name in rows.items():

@@ -71,8 +71,7 @@ from moe_peft.combine import request_gate, request_texts
 from moe_peft.combine.request_gate import ABOUT, AS_BEFORE, BASE, FILLER
 from moe_peft.combine.request_texts import neutral_requests, one_form
 
-from .one_lora import first_general_texts
-from .request_gate import general_kinds
+from .request_gate import first_general_texts, general_kinds
 from .requests import all_tasks, drawn, slots_of
 from .runs import Ledger, parser, work
 

@@ -146,7 +146,7 @@ def test_what_reaches_a_service():
         f"on all rows, {right('domains', joint, (0, 1, 3)):.0f} % and "
         f"{right('domains', 'picked', (0, 1, 3), rows=240):.0f} % right | 3 |"
     ) in text("docs/studies.md")
-    assert f"requests lose {harm('domains', joint, (0, 1, 3)):.1f} of loss per token" in text("docs/combine.md")
+    assert f"general requests rises by {harm('domains', joint, (0, 1, 3)):.1f} per token" in text("docs/combine.md")
     page, trainings = text("docs/training.md"), (("short", (0,)), ("domains", (0, 3)))
     ways = {
         "one LoRA on all rows": (joint, 0),

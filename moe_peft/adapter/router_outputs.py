@@ -16,10 +16,11 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..routing.gates import pad_logits
@@ -37,6 +38,64 @@ FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_
 # --- the config's fields ------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Installed:
+    """
+    The hooks on a model, and the fields that they set in its config.
+
+    Args:
+        layers: the model's MoE-LoRA layers.
+        handles: handles of the hooks.
+        base_fields: the config's own values of `FIELDS`, to be restored.
+        written: the values set here. A field with another value was set by a user or a trainer.
+        routers: the active routers for which the fields were last set; None: not yet.
+    """
+
+    layers: list[MoELoraLayer]
+    handles: list[RemovableHandle]
+    base_fields: dict[str, Any]
+    written: dict[str, Any] = dataclasses.field(default_factory=dict)
+    routers: list[tuple[str, int, int]] | None = None
+
+    def active_routers(self) -> list[tuple[str, int, int]]:
+        """Return (adapter, n, k) of every active router, in the model's order."""
+        return [
+            (name, layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
+            for layer in self.layers
+            for name in layer.active_adapters
+            if name in layer.moe_lora_router
+        ]
+
+    def ks(self, routers: Sequence[nn.Module], k: int) -> list[int]:
+        """Return the experts per token of each router. Several active adapters may have different numbers."""
+        if len({top_k for _, _, top_k in self.routers or ()}) == 1:
+            return [k] * len(routers)
+        ks = {
+            id(router): layer.moe_lora_spec[name].top_k
+            for layer in self.layers
+            for name, router in layer.moe_lora_router.items()
+        }
+        return [ks[id(router)] for router in routers]
+
+    def set(self, config: Any, name: str, value: Any) -> None:
+        """Set a field, unless a user or a trainer has set it."""
+        if getattr(config, name, None) == self.written.get(name, getattr(type(config), name, None)):
+            self.written[name] = value
+            setattr(config, name, value)
+
+    def restore(self, config: Any) -> None:
+        """Restore the config's own fields."""
+        for key in _keys(config):
+            config.__dict__.pop(key, None)
+        config.__dict__.update(self.base_fields)
+        self.written = {}
+
+
+def installed(model: nn.Module) -> Installed | None:
+    """Return what `install_hooks` has put on the model, if anything."""
+    return model.__dict__.get("_moe_lora")
+
+
 def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     """
     Set the model config's fields for the active adapters. Restore the base's fields if no router is left.
@@ -45,47 +104,21 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     field, before or after an adapter was added. A field counts as set if its value is neither the default of the config
     class nor a value written here.
     """
-    if not is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
+    here = installed(model)
+    if here is None or (routers := here.active_routers()) == here.routers:
         return
-    before = {name for name, _, _ in model.__dict__["_moe_lora_synced"] or ()}
-    routers = model.__dict__["_moe_lora_synced"] = _routers(model)
-    config = language_config(model)
+    before = {name for name, _, _ in here.routers or ()}
+    here.routers, config = routers, language_config(model)
     _ignore_at_inference(model, bool(routers))
     if not routers:
-        _restore_fields(model)
+        here.restore(config)
         return
     config.num_experts = max(n for _, n, _ in routers)
     config.num_experts_per_tok = routers[0][2]
     if before == {name for name, _, _ in routers}:
         return
-    written = model.__dict__["_moe_lora_written"]
-    _set(config, "router_aux_loss_coef", max(configs[name].router_aux_loss_coef for name, _, _ in routers), written)
-    _set(config, "output_router_logits", config.router_aux_loss_coef > 0, written)
-
-
-def _set(config: Any, name: str, value: Any, written: dict[str, Any]) -> None:
-    """Set a field and note it in `written`, unless a user or a trainer has set it."""
-    if getattr(config, name, None) == written.get(name, getattr(type(config), name, None)):
-        written[name] = value
-        setattr(config, name, value)
-
-
-def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Return (adapter, n, k) of every active router, in the model's order."""
-    return [
-        (name, layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
-        for layer in model.__dict__["_moe_lora_layers"]
-        for name in layer.active_adapters
-        if name in layer.moe_lora_router
-    ]
-
-
-def _restore_fields(model: nn.Module) -> None:
-    config = language_config(model)
-    for key in _keys(config):
-        config.__dict__.pop(key, None)
-    config.__dict__.update(model.__dict__["_moe_lora_base_fields"])
-    model.__dict__["_moe_lora_written"] = {}
+    here.set(config, "router_aux_loss_coef", max(configs[name].router_aux_loss_coef for name, _, _ in routers))
+    here.set(config, "output_router_logits", config.router_aux_loss_coef > 0)
 
 
 def _keys(config: Any) -> list[str]:
@@ -124,13 +157,12 @@ def install_hooks(model: nn.Module) -> None:
     """
     if not isinstance(model, PreTrainedModel) or has_routed_experts(model):
         return
-    model.__dict__["_moe_lora_layers"] = [m for m in model.modules() if isinstance(m, MoELoraLayer)]
-    if is_installed(model):
+    layers = [m for m in model.modules() if isinstance(m, MoELoraLayer)]
+    if (here := installed(model)) is not None:
+        here.layers = layers
         return
-    model.__dict__["_moe_lora_synced"], model.__dict__["_moe_lora_written"] = None, {}
     config = language_config(model)
-    model.__dict__["_moe_lora_base_fields"] = {k: config.__dict__[k] for k in _keys(config) if k in config.__dict__}
-    model.__dict__["_moe_lora_handles"] = [
+    handles = [
         handle
         for module in dict.fromkeys((model, model.base_model))
         for handle in (
@@ -138,22 +170,20 @@ def install_hooks(model: nn.Module) -> None:
             module.register_forward_hook(_end, with_kwargs=True, always_call=True),
         )
     ]
+    base_fields = {key: config.__dict__[key] for key in _keys(config) if key in config.__dict__}
+    model.__dict__["_moe_lora"] = Installed(layers, handles, base_fields)
 
 
 def uninstall_hooks(model: nn.Module) -> None:
     """Remove the hooks and restore the config's own fields."""
-    if not is_installed(model):
+    here = installed(model)
+    if here is None:
         return
-    for handle in model.__dict__.pop("_moe_lora_handles"):
+    for handle in here.handles:
         handle.remove()
     _ignore_at_inference(model, False)
-    _restore_fields(model)
-    for name in ("layers", "synced", "written", "base_fields"):
-        del model.__dict__[f"_moe_lora_{name}"]
-
-
-def is_installed(model: nn.Module) -> bool:
-    return "_moe_lora_handles" in model.__dict__
+    here.restore(language_config(model))
+    del model.__dict__["_moe_lora"]
 
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bool]) -> tuple[tuple, dict]:
@@ -308,8 +338,8 @@ def _with_aux_loss(
     mask = collection.attention_mask
     if mask is not None:
         mask = mask[:, -(router_logits[0].shape[0] // mask.shape[0]) :].flatten()  # with a cache, its tokens come first
-    k = config.num_experts_per_tok
-    chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
+    k, here = config.num_experts_per_tok, cast(Installed, installed(model))
+    chosen = counted_experts(collection.routers, router_logits, here.ks(collection.routers, k))
     sizes = [logits.shape[-1] for logits in collection.logits]
     aux_loss = balancing_loss(router_logits, k, mask, sizes=sizes, chosen=chosen)
     if loss is not None:
@@ -320,15 +350,3 @@ def _with_aux_loss(
         output["loss"] = loss
     output["aux_loss"] = aux_loss
     return output
-
-
-def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
-    """Return the active experts per token of each router. Several active adapters may have different numbers."""
-    if len({top_k for _, _, top_k in model.__dict__["_moe_lora_synced"]}) == 1:
-        return [k] * len(routers)
-    ks = {
-        id(router): layer.moe_lora_spec[name].top_k
-        for layer in model.__dict__["_moe_lora_layers"]
-        for name, router in layer.moe_lora_router.items()
-    }
-    return [ks[id(router)] for router in routers]

@@ -199,7 +199,7 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     # with routers of its own.
     layers = routed_layers(model)
     gates = {layer.module: layer.logits_index for layer in layers if isinstance(layer, NativeLayer)}
-    begun = not layers or router_outputs.is_installed(base_model(model))
+    begun = not layers or router_outputs.installed(base_model(model)) is not None
     with observing(backbone(model), on_pass, None if begun else gates):
         yield
 

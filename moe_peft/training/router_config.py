@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from peft import PeftModel
 
 from ..adapter.config import MoELoraConfig
-from ..adapter.router_outputs import is_installed
+from ..adapter.router_outputs import installed
 from ..models.introspection import base_model, text_config
 from ..models.layer import AdapterLayer, RoutedLayer, routed_layers, router_parameters
 from ..routing.losses import ROUTER_LOSSES, Scope, coefficient_field
@@ -192,7 +192,7 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
         adapters = {layer.adapter for layer in layers if isinstance(layer, AdapterLayer)}
         if constant:
             coefficients["aux"] = 0.0
-        elif adapters and not is_installed(base_model(model)):  # a MoE base's own coefficient is for its own routers
+        elif adapters and installed(base_model(model)) is None:  # a MoE base's own coefficient is for its own routers
             coefficients["aux"] = max(model.peft_config[name].router_aux_loss_coef for name in adapters)
         else:
             coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)

@@ -104,7 +104,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
                 "in each half; train it with a trainer that adds no losses of routers"
             )
         # An adapter on a MoE leaves the config's fields and the balancing loss to the MoE's own routers.
-        self._owns_fields = router_outputs.is_installed(base) or any(isinstance(x, NativeLayer) for x in layers)
+        is_native = any(isinstance(layer, NativeLayer) for layer in layers)
+        self._owns_fields = is_native or router_outputs.installed(base) is not None
         self._sizes, self._ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
         self._routers = [layer.router for layer in layers]
         self._default_balancing = layers[0].default_balancing

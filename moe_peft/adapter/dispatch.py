@@ -73,7 +73,6 @@ class Dispatch:
     ) -> None:
         self.experts, self.gates, self.updated = experts_TK, gates_TK, updated_TK
         self.scaling, self.all_columns = scaling, all_columns
-        self.mixes_outputs = False  # True: mix the experts' complete outputs, not their updates
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).

@@ -248,9 +248,7 @@ class BatchRoutes(NamedTuple):
         """Return the batch's dispatch by `method`, with products in this dtype."""
         experts_TK, updated_TK = self.matrices()
         make = _METHODS[self.method(dtype)]
-        dispatch = make(experts_TK, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_TK)
-        dispatch.mixes_outputs = self.mixes_outputs
-        return dispatch
+        return make(experts_TK, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_TK)
 
     def token(self, dtype: torch.dtype) -> Gather | Views:
         """

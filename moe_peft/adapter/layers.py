@@ -8,16 +8,16 @@ They hold the adapters' parameters, route tokens and follow PEFT's contract. `ex
                │     └── gates g and experts i             [T, k]   MoELoraLayer.route; BatchRoutes.dispatch
                └── base: gate = W_g x, up = W_u x          [T, f]   MoELoraFFN.input_projections
     mixing "projection":
-        gate, up += s Σ_i g_i B_i A_i x, B and A of each   [T, f]   LoraExperts._updated, Dispatch.update
-        z = act(gate) · up                                 [T, f]   FFNLayout.hidden
+        gate, up += s Σ_i g_i B_i A_i x, B and A of each   [T, f]   ProjectionMix.before, Dispatch.update
+        z = act(gate) · up                                 [T, f]   ProjectionMix.hidden, FFNLayout.hidden
         y = W_d z                                          [T, d]   base
-        y += s Σ_i g_i B_i A_i z                           [T, d]   LoraExperts._updated, Dispatch.update
+        y += s Σ_i g_i B_i A_i z                           [T, d]   ProjectionMix.after, Dispatch.update
     mixing "output":
-        h_i = s A_i x for gate and for up                  [P, r]   LoraExperts._mixed, Dispatch.shrink_tokens
-        a_i = act(gate + B_i h_i) · (up + B_i h_i)         [P, f]   moe_ffn_autograd.mixed_hidden
-        z = Σ_i g_i a_i                                    [T, f]   moe_ffn_autograd.mixed_hidden
+        h_i = s A_i x for gate and for up                  [P, r]   OutputMix.hidden, Dispatch.shrink_tokens
+        a_i = act(gate + B_i h_i) · (up + B_i h_i)         [P, f]   OutputMix.hidden, moe_ffn_autograd.mixed_hidden
+        z = Σ_i g_i a_i                                    [T, f]   OutputMix.hidden, moe_ffn_autograd.mixed_hidden
         y = W_d z                                          [T, d]   base
-        y += s Σ_i g_i B_i A_i a_i                         [T, d]   LoraExperts._after_down, Dispatch.expand_collect
+        y += s Σ_i g_i B_i A_i a_i                         [T, d]   OutputMix.after, Dispatch.expand_collect
 
 For one token without gradients, `LoraExperts._decoded` computes everything after the router. With mixing "output", a
 large batch is computed in slices of `tokens_at_once` tokens, from W_g x to y.

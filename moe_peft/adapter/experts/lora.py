@@ -75,47 +75,31 @@ class LoraExperts(Experts):
 
     @classmethod
     def _ffn_output(cls, ffn: FFNHost, x_TD: torch.Tensor, routes: Mapping[str, BatchRoutes | None]) -> torch.Tensor:
-        """Return the output of routed tokens. `routes` maps each adapter to its routes."""
-        layout, specs, done, z_TF = ffn.layout, ffn.moe_lora_spec, [], None
+        """Return the output of routed tokens. `routes` maps each adapter to its routes; one that mixes outputs last."""
+        layout, specs = ffn.layout, ffn.moe_lora_spec
+        mixes = [
+            (OutputMix if of and of.mixes_outputs else ProjectionMix)(specs[adapter], ffn, adapter, of, x_TD)
+            for adapter, of in routes.items()
+        ]
+        _refuse_two_mixtures(mixes)
 
         # 1. The base's input projections. They read x, the same for all experts and adapters, so they run once.
         #    Experts only add low-rank updates to their outputs.
         pre = dict(zip(layout.inputs, ffn.input_projections(x_TD), strict=True))
+        for mix in mixes:
+            pre = mix.before(pre)
 
-        # 2. Each adapter adds its updates.
-        for adapter, of_adapter in routes.items():
-            spec: LoraExperts = specs[adapter]
-            pre, low = spec._with_shared(ffn, adapter, x_TD, pre), None
-            dispatch = None if of_adapter is None else of_adapter.dispatch(pre[layout.up].dtype)
-            if dispatch is None or not dispatch.mixes_outputs:  # `Wx + s Σ g_i B_i A_i x` on each projection
-                in_place = all(may_overwrite(ffn.projection(name)) for name in pre)
-                pre = spec._updated(ffn, adapter, dispatch, x_TD, pre, in_place)
-            elif z_TF is None:
-                z_TF, low = spec._mixed(ffn, adapter, dispatch, x_TD, pre)
-            else:
-                raise InputError(
-                    f"MoE-LoRA: adapters {done[-1][0]!r} and {adapter!r} mix complete outputs of their experts, and "
-                    "those of two cannot be added as updates; activate one of them, or make all but one with "
-                    "mixing='projection'"
-                )
-            done.append((adapter, dispatch, low))
-
-        # 3. The activation, once per token unless outputs are mixed, and the base's down projection. Down is linear, so
+        # 2. The activation, once per token unless outputs are mixed, and the base's down projection. Down is linear, so
         #    it is applied to the gated sum of the experts' activations and also runs once.
-        if z_TF is None:
-            z_TF = layout.hidden(ffn.base_layer, [*pre.values()])
+        z_TF = mixes[-1].hidden(pre)
         down = ffn.projection(layout.down)
         y_TD, in_place = down(z_TF), may_overwrite(down)
 
-        # 4. Each adapter's experts on the down projection.
-        for adapter, dispatch, low in done:
-            of_down = specs[adapter]._with_shared(ffn, adapter, z_TF, {layout.down: y_TD})
-            if dispatch is None or not dispatch.mixes_outputs:
-                (y_TD,) = specs[adapter]._updated(ffn, adapter, dispatch, z_TF, of_down, in_place).values()
-            else:
-                y_TD = specs[adapter]._after_down(ffn, adapter, dispatch, low, of_down[layout.down], in_place)
+        # 3. Each adapter's experts on the down projection.
+        for mix in mixes:
+            y_TD = mix.after(z_TF, y_TD, in_place)
 
-        # 5. The block's own dropout, if it has one.
+        # 4. The block's own dropout, if it has one.
         return layout.drop(ffn.base_layer, y_TD)
 
     def linear_output(
@@ -235,50 +219,6 @@ class LoraExperts(Experts):
             outputs = dispatch.update(x, A_of, B_of, outputs, in_place)
         return {**base, **dict(zip(names, outputs, strict=True))}
 
-    def _mixed(
-        self, ffn: FFNHost, adapter: str, dispatch: Dispatch, x_TD: torch.Tensor, base: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """
-        Compute the hidden activation of mixing "output". Every pair has its own activation a_i, because of the
-        non-linearity between the projections. Returns `z = Σ g_i a_i` [T, f] and `A_down a` of each part's pairs
-        [P, r], or None.
-        """
-        layout, pre = ffn.layout, [*base.values()]
-        A, B = ffn.expert_parameters(adapter)
-        names, dtype = [name for name in base if name in A], pre[0].dtype
-
-        # First come the low-rank inputs `s A_i x` [P, r], on all projections with experts …
-        x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
-        with without_autocast(x_TD):
-            low = dispatch.shrink_tokens(x, [dispatch.cast(A[name], dtype) for name in names])
-
-            # … then `a_i = act(pre + B_i h)`, their gated sum, and `A_down a_i` for the down projection's experts. All
-            # three are one step, which saves little for backward.
-            B_of = [dispatch.cast(B[name], dtype) if name in A else None for name in base]
-            A_down = dispatch.cast(A[layout.down], dtype) if layout.down in A else None
-            inputs = []
-            for i, part in enumerate(dispatch.parts):
-                h = {name: part.scaled(h_by_part[i]) for name, h_by_part in zip(names, low, strict=True)}
-                inputs.append(PairInputs(pre, [h.get(name) for name in base], B_of))
-            return mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, ffn.dropout_rate(adapter))
-
-    def _after_down(
-        self,
-        ffn: FFNHost,
-        adapter: str,
-        dispatch: Dispatch,
-        low: list[torch.Tensor] | None,
-        y_TD: torch.Tensor,
-        in_place: bool,
-    ) -> torch.Tensor:
-        """Return the down projection's output for the mix, plus `s Σ_i g_i B_i A_i a_i` (mixing "output")."""
-        down = ffn.layout.down
-        if low is not None:
-            B_NRD = dispatch.cast(ffn.expert_parameters(adapter)[1][down], y_TD.dtype)
-            with without_autocast(y_TD):
-                y_TD = dispatch.expand_collect(low, B_NRD, y_TD, in_place)
-        return self._with_bias(ffn, dispatch.gates, y_TD)
-
     def _with_bias(self, ffn: FFNHost, gates_TK: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
         """
         Return y with the bias of down counted Σ_i g_i times: it belongs to every expert, and the base layer adds it
@@ -300,6 +240,107 @@ class LoraExperts(Experts):
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return inner products of the updates `s·B_i A_i`."""
         return self.scaling**2 * update_gram(A, B)
+
+
+class ProjectionMix:
+    """
+    One adapter in an FFN, with mixing "projection" or with a single expert: each projection of the base plus
+    `s Σ_i g_i B_i A_i x`.
+
+    Args:
+        spec: the adapter's experts.
+        ffn: the FFN.
+        adapter: the adapter's name.
+        routes: the tokens' experts and gates; None: all tokens have the single expert.
+        x_TD: the tokens.
+    """
+
+    def __init__(
+        self, spec: LoraExperts, ffn: FFNHost, adapter: str, routes: BatchRoutes | None, x_TD: torch.Tensor
+    ) -> None:
+        self.spec, self.ffn, self.adapter, self.routes, self.x_TD = spec, ffn, adapter, routes, x_TD
+        self.dispatch: Dispatch | None = None
+
+    def before(self, pre: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the pre-activations by projection with this adapter's updates."""
+        pre = self._dispatched(pre)
+        in_place = all(may_overwrite(self.ffn.projection(name)) for name in pre)
+        return self.spec._updated(self.ffn, self.adapter, self.dispatch, self.x_TD, pre, in_place)
+
+    def hidden(self, pre: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the input z [T, f] of the base's down projection, from the pre-activations of all adapters."""
+        return self.ffn.layout.hidden(self.ffn.base_layer, [*pre.values()])
+
+    def after(self, z_TF: torch.Tensor, y_TD: torch.Tensor, in_place: bool) -> torch.Tensor:
+        """
+        Return the FFN's output with this adapter's updates, from the down projection's input and output. With
+        `in_place`, the output may be overwritten.
+        """
+        spec, down = self.spec, self.ffn.layout.down
+        base = spec._with_shared(self.ffn, self.adapter, z_TF, {down: y_TD})
+        return spec._updated(self.ffn, self.adapter, self.dispatch, z_TF, base, in_place)[down]
+
+    def _dispatched(self, pre: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add the shared experts. Make the dispatch of the others, in the dtype of the base's outputs."""
+        pre = self.spec._with_shared(self.ffn, self.adapter, self.x_TD, pre)
+        if self.routes is not None:
+            self.dispatch = self.routes.dispatch(pre[self.ffn.layout.up].dtype)
+        return pre
+
+
+class OutputMix(ProjectionMix):
+    """
+    One adapter in an FFN, with mixing "output": every pair of token and expert has its own activation a_i, because of
+    the non-linearity between the projections.
+    """
+
+    dispatch: Dispatch
+
+    def before(self, pre: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self._dispatched(pre)
+
+    def hidden(self, pre: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return `z = Σ g_i a_i` [T, f]. Keep `A_down a` of each part's pairs [P, r] for `after`."""
+        ffn, dispatch, layout, of_base = self.ffn, self.dispatch, self.ffn.layout, [*pre.values()]
+        A, B = ffn.expert_parameters(self.adapter)
+        names, dtype = [name for name in pre if name in A], of_base[0].dtype
+
+        # First come the low-rank inputs `s A_i x` [P, r], on all projections with experts …
+        x = ffn.dropped(self.adapter, self.x_TD.to(dtype), len(names))
+        with without_autocast(self.x_TD):
+            low = dispatch.shrink_tokens(x, [dispatch.cast(A[name], dtype) for name in names])
+
+            # … then `a_i = act(pre + B_i h)`, their gated sum, and `A_down a_i` for the down projection's experts. All
+            # three are one step, which saves little for backward.
+            B_of = [dispatch.cast(B[name], dtype) if name in A else None for name in pre]
+            A_down = dispatch.cast(A[layout.down], dtype) if layout.down in A else None
+            inputs = []
+            for i, part in enumerate(dispatch.parts):
+                h = {name: part.scaled(h_by_part[i]) for name, h_by_part in zip(names, low, strict=True)}
+                inputs.append(PairInputs(of_base, [h.get(name) for name in pre], B_of))
+            dropout = ffn.dropout_rate(self.adapter)
+            z_TF, self.low = mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
+        return z_TF
+
+    def after(self, z_TF: torch.Tensor, y_TD: torch.Tensor, in_place: bool) -> torch.Tensor:
+        """Return the down projection's output for the mix, plus `s Σ_i g_i B_i A_i a_i`."""
+        spec, ffn, down = self.spec, self.ffn, self.ffn.layout.down
+        y_TD = spec._with_shared(ffn, self.adapter, z_TF, {down: y_TD})[down]
+        if self.low is not None:
+            B_NRD = self.dispatch.cast(ffn.expert_parameters(self.adapter)[1][down], y_TD.dtype)
+            with without_autocast(y_TD):
+                y_TD = self.dispatch.expand_collect(self.low, B_NRD, y_TD, in_place)
+        return spec._with_bias(ffn, self.dispatch.gates, y_TD)
+
+
+def _refuse_two_mixtures(mixes: Sequence[ProjectionMix]) -> None:
+    """Raise if two adapters mix complete outputs."""
+    if len(mixes) > 1 and isinstance(mixes[-2], OutputMix):
+        raise InputError(
+            f"MoE-LoRA: adapters {mixes[-2].adapter!r} and {mixes[-1].adapter!r} mix complete outputs of their "
+            "experts, and those of two cannot be added as updates; activate one of them, or make all but one with "
+            "mixing='projection'"
+        )
 
 
 def may_overwrite(projection: nn.Module) -> bool:

@@ -171,7 +171,7 @@ class MoELoraLayer(BaseTunerLayer):
             record_choice(experts_TK, gates_TK)
         else:
             gates_TK, experts_TK = steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
-            has_base, mixes_outputs = has_base or steering.has_base, mixes_outputs and steering.weights is None
+            has_base, mixes_outputs = has_base or steering.has_base, mixes_outputs and steering.mixes_outputs
             # Expert -1 is the base: record it with gate 0.
             record_choice(experts_TK.clamp(min=0), gates_TK * (experts_TK >= 0) if steering.has_base else gates_TK)
         return BatchRoutes(

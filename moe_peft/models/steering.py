@@ -13,7 +13,7 @@ from torch import nn
 
 from ..adapter.lora_conversion import averaged_linears
 from ..adapter.router_recorder import Steered, arguments, state, steering_block
-from ..routing.gates import Steering
+from ..routing.gates import AllowedExperts, ForcedExperts, ForcedOrBase, Steering, WeightedExperts
 from ..utils.messages import InputError, choice_error
 from ..utils.settings import FACTOR
 from .introspection import backbone, expert_names
@@ -68,7 +68,8 @@ def force_experts(model: nn.Module, experts_B: ExpertsPerRow) -> Iterator[None]:
     smallest = min(layer.num_experts for layer in layers)
     if experts_B.numel() and not lowest <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
-    with steered(model, Steering(experts=experts_B.long(), has_base=lowest < 0)):
+    kind = ForcedOrBase if lowest < 0 else ForcedExperts
+    with steered(model, kind(experts_B.long())):
         yield
 
 
@@ -116,7 +117,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Expert | Sequence[Ex
         raise InputError(
             f"allow_experts: some row allows only {int(allowed_B.min())} of the experts; allow at least top_k={k}"
         )
-    with steered(model, Steering(allowed=allowed)):
+    with steered(model, AllowedExperts(allowed)):
         yield
 
 
@@ -166,7 +167,7 @@ def weigh_experts(
     for row_N, of_row in zip(weights_BN, by_row, strict=True):
         experts = expert_indices(model, [*of_row], "weigh_experts")
         row_N[experts] = torch.tensor([*of_row.values()], dtype=row_N.dtype)
-    with steered(model, Steering(weights=weights_BN)):
+    with steered(model, WeightedExperts(weights_BN)):
         yield
 
 

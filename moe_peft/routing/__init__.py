@@ -1,7 +1,18 @@
 """Routers, and gates, losses and statistics from their logits. Needs only torch."""
 
 from .expert_map import read_expert_map
-from .gates import Steering, pad_logits, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
+from .gates import (
+    AllowedExperts,
+    ForcedExperts,
+    ForcedOrBase,
+    WeightedExperts,
+    pad_logits,
+    sigmoid_gates,
+    switch_gates,
+    threshold_gates,
+    top_k_gates,
+    top_p_gates,
+)
 from .losses import balancing_loss, label_losses, z_losses
 from .routers import ROUTERS, Router, RouterSettings, make_router
 from .statistics import (
@@ -17,10 +28,13 @@ from .statistics import (
 
 __all__ = [
     "ROUTERS",
+    "AllowedExperts",
+    "ForcedExperts",
+    "ForcedOrBase",
     "LoadHealth",
     "Router",
     "RouterSettings",
-    "Steering",
+    "WeightedExperts",
     "balancing_loss",
     "chosen_experts",
     "compliance",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -221,20 +222,46 @@ def _kept_gates(probabilities_TK: torch.Tensor, kept_TK: torch.Tensor, normalize
 @dataclass(frozen=True)
 class Steering:
     """
-    Experts chosen from outside, for each row of a batch or for each token. Give one of `experts`, `allowed` and
-    `weights`.
+    Base class of routing set from outside.
 
     Args:
-        experts: the one expert to use, integers [B]. With `has_base`, -1 means no expert (in an adapter, the base).
-        allowed: the experts that may be chosen, bool [B, n].
-        weights: the factor of each expert's update, [B, n].
+        by_row: a value for each row of a batch, or for each token, [B] or [B, n].
+    """
+
+    by_row: torch.Tensor
+
+    has_base: ClassVar[bool] = False  # whether expert -1, the base, is among the experts
+    mixes_outputs: ClassVar[bool] = True  # whether an adapter with mixing "output" keeps it
+
+    @property
+    def rows(self) -> int:
+        """B, the number of steered rows."""
+        return len(self.by_row)
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same steering on a layer's device, so it is not copied in each forward pass."""
+        return type(self)(self.by_row.to(device))
+
+    def route(
+        self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return gates and experts in the form of `choose`, the rule without steering."""
+        raise NotImplementedError
+
+
+class ForcedExperts(Steering):
+    """
+    One expert for each row. k is 1, and the gates are 1.
+
+    Args:
+        by_row: the experts, integers [B].
 
     Example:
 
     ```python
     >>> import torch
-    >>> from moe_peft.routing import Steering
-    >>> gates, experts = Steering(experts=torch.tensor([2])).route(
+    >>> from moe_peft.routing import ForcedExperts
+    >>> gates, experts = ForcedExperts(torch.tensor([2])).route(
     ...     torch.randn(5, 4), 2, True
     ... )
     >>> experts.flatten().tolist()
@@ -242,46 +269,70 @@ class Steering:
     ```
     """
 
-    experts: torch.Tensor | None = None
-    allowed: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    has_base: bool = False
+    def route(
+        self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        experts_T1 = _per_token(self.by_row, logits_TN).unsqueeze(1)
+        # 1, but connected to the logits: under reentrant checkpointing, their gradient comes through the output. A
+        # logit that is not finite would make it NaN.
+        return logits_TN.gather(1, experts_T1.clamp(min=0)).nan_to_num() * 0 + 1, experts_T1
 
-    def __post_init__(self) -> None:
-        if sum(each is not None for each in (self.experts, self.allowed, self.weights)) != 1:
-            raise ValueError("Steering: experts, allowed, weights: give one of the three")
 
-    @property
-    def rows(self) -> int:
-        """B, the number of steered rows."""
-        return len(next(each for each in (self.experts, self.allowed, self.weights) if each is not None))
+class ForcedOrBase(ForcedExperts):
+    """One expert for each row, or -1: no expert. In an adapter, this is the base."""
 
-    def to(self, device: torch.device) -> Steering:
-        """Return the same steering on a layer's device, so it is not copied in each forward pass."""
-        experts, allowed, weights = (
-            x if x is None else x.to(device) for x in (self.experts, self.allowed, self.weights)
-        )
-        return Steering(experts, allowed, weights, self.has_base)
+    has_base = True
+
+
+class AllowedExperts(Steering):
+    """
+    The experts that may be chosen.
+
+    Args:
+        by_row: whether an expert is allowed, bool [B, n].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import AllowedExperts
+    >>> allowed = torch.tensor([[True, False, True, False]])
+    >>> gates, experts = AllowedExperts(allowed).route(torch.randn(5, 4), 2, True)
+    ```
+    """
 
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Return gates and experts in the form of `choose`. With forced experts, k is 1 and the gates are 1. With weights,
-        the weights are the gates of all experts.
-        """
-        if self.weights is not None:
-            gates_TN = _per_token(self.weights, logits_TN)
-            experts_N = torch.arange(gates_TN.shape[1], device=gates_TN.device)
-            return logits_TN.nan_to_num() * 0 + gates_TN, experts_N.expand(gates_TN.shape)
-        if self.experts is not None:
-            experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
-            # 1, but connected to the logits: under reentrant checkpointing, their gradient comes through the output. A
-            # logit that is not finite would make it NaN.
-            return logits_TN.gather(1, experts_T1.clamp(min=0)).nan_to_num() * 0 + 1, experts_T1
-        assert self.allowed is not None
-        forbidden_TN = _per_token(self.allowed, logits_TN).logical_not()
+        forbidden_TN = _per_token(self.by_row, logits_TN).logical_not()
         return choose(logits_TN.masked_fill(forbidden_TN, -torch.inf), k, normalize)
+
+
+class WeightedExperts(Steering):
+    """
+    All experts, with given gates. The experts' updates add up as in LoRA.
+
+    Args:
+        by_row: the factor of each expert's update, [B, n].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import WeightedExperts
+    >>> weights = torch.tensor([[0.7, 0.0, 0.3, 0.0]])
+    >>> gates, experts = WeightedExperts(weights).route(torch.randn(5, 4), 2, True)
+    ```
+    """
+
+    mixes_outputs = False
+
+    def route(
+        self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gates_TN = _per_token(self.by_row, logits_TN)
+        experts_N = torch.arange(gates_TN.shape[1], device=gates_TN.device)
+        return logits_TN.nan_to_num() * 0 + gates_TN, experts_N.expand(gates_TN.shape)
 
 
 def _per_token(rows_B: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:

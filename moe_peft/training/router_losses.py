@@ -26,7 +26,7 @@ from ..adapter.base_model import is_encoder_decoder
 from ..models.introspection import RoutedPass, base_model, observed_routing, text_config
 from ..models.layer import NativeLayer, routed_layers, router_parameters
 from ..models.steering import steered
-from ..routing.gates import Steering, stacked
+from ..routing.gates import AllowedExperts, stacked
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope
 from ..routing.statistics import LoadHealth, compliance, counted_experts, entropies, load_health
 from ..utils.compat import loss_is_of_whole_step
@@ -234,7 +234,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             return nullcontext()
         labels_T = labels.flatten()
         allowed_TN = self._allowed.to(labels.device)[labels_T.clamp(min=0)] | (labels_T == NO_LABEL).unsqueeze(1)
-        return steered(self.model, Steering(allowed=allowed_TN))
+        return steered(self.model, AllowedExperts(allowed_TN))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         trainer: Any = super()

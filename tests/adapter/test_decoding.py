@@ -11,7 +11,7 @@ from moe_peft import pin_dispatch
 from moe_peft.adapter import dispatch_choice
 from moe_peft.adapter.experts import LoraExperts
 from moe_peft.adapter.router_recorder import steering_block
-from moe_peft.routing import Steering
+from moe_peft.routing import AllowedExperts, ForcedExperts, ForcedOrBase, WeightedExperts
 from tests.helpers.close import assert_near
 from tests.helpers.covering import pairs
 from tests.helpers.expert_layers import add_adapter, ffn_layer, mixings, tensors
@@ -75,10 +75,10 @@ def test_a_token_is_the_loops(
 
 
 STEERINGS = {
-    "an expert": Steering(experts=torch.tensor([2])),
-    "the base": Steering(experts=torch.tensor([-1]), has_base=True),
-    "some": Steering(allowed=torch.tensor([[True, False, True, False]])),
-    "weights": Steering(weights=torch.tensor([[0.5, 0.0, -1.0, 2.0]], dtype=torch.float64)),
+    "an expert": ForcedExperts(torch.tensor([2])),
+    "the base": ForcedOrBase(torch.tensor([-1])),
+    "some": AllowedExperts(torch.tensor([[True, False, True, False]])),
+    "weights": WeightedExperts(torch.tensor([[0.5, 0.0, -1.0, 2.0]], dtype=torch.float64)),
 }
 
 

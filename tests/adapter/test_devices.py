@@ -20,7 +20,7 @@ from moe_peft.adapter.router_recorder import steering_of
 from moe_peft.models.layer import routed_layers
 from moe_peft.models.steering import steered
 from moe_peft.routing import RouterSettings, make_router
-from moe_peft.routing.gates import Steering
+from moe_peft.routing.gates import AllowedExperts, ForcedExperts
 from moe_peft.routing.losses import balancing_loss
 from moe_peft.routing.statistics import counted_experts
 from tests.helpers.models import tiny_llama
@@ -106,7 +106,7 @@ def test_a_hash_router_does_not_wait_either(gpu):
 
 
 @pytest.mark.parametrize("steering", [
-    Steering(experts=torch.tensor([0, 3])), Steering(allowed=torch.ones(2, 8) > 0),
+    ForcedExperts(torch.tensor([0, 3])), AllowedExperts(torch.ones(2, 8) > 0),
 ], ids=["forced", "allowed"])  # fmt: skip
 def test_routing_by_a_steering_on_the_device_does_not_wait(steering):
     logits = torch.empty(2 * 9, 8, device="meta")
@@ -187,12 +187,11 @@ def test_steering_goes_to_the_device_of_each_layer_once():
     with FakeTensorMode(), OneDevice():
         for layer, device in zip(layers, devices, strict=True):
             moved(layer, str(device))
-        for steering in (Steering(experts=torch.zeros(2, dtype=torch.long)), Steering(allowed=torch.ones(2, N) > 0)):
+        for steering in (ForcedExperts(torch.zeros(2, dtype=torch.long)), AllowedExperts(torch.ones(2, N) > 0)):
             with steered(model, steering):
                 for layer, device in zip(layers, devices, strict=True):
                     there = steering_of(layer)
-                    own = there.allowed if there.experts is None else there.experts
-                    assert own.device == device
+                    assert there.by_row.device == device
                     gates, experts = there.route(torch.empty(T, N, device=device), K, True)
                     assert {gates.device, experts.device} == {device}
 

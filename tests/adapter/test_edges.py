@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -22,13 +23,21 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, pin_dispatch
 from moe_peft.adapter.layers import MoELoraLayer
-from moe_peft.adapter.router_recorder import Collection, state
+from moe_peft.adapter.router_recorder import Collection, state, steering_block
 from moe_peft.analysis import LoadCallback, record_routing
 from moe_peft.analysis.recorder import RoutingStatistics
 from moe_peft.native import export_adapter
 from moe_peft.native.expert_init import FFN, INITIALISATIONS, ExpertInit, generator_for
 from moe_peft.native.safetensors_io import ShardedWriter
-from moe_peft.routing.gates import Steering, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
+from moe_peft.routing.gates import (
+    AllowedExperts,
+    ForcedExperts,
+    sigmoid_gates,
+    switch_gates,
+    threshold_gates,
+    top_k_gates,
+    top_p_gates,
+)
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
 from moe_peft.training.scoring import example_answers, example_losses, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
@@ -56,11 +65,13 @@ IDS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(0))
 # --- no tokens --------------------------------------------------------------------------------------------------------
 
 
-def steering_of(kind: str, rows: int, n: int) -> Steering | None:
-    """Steering for a batch of `rows` rows (which may be none)."""
-    if kind == "forced":
-        return Steering(experts=torch.zeros(rows, dtype=torch.long))
-    return Steering(allowed=torch.ones(rows, n, dtype=torch.bool)) if kind == "allowed" else None
+def steered(layer: MoELoraLayer, kind: str, rows: int) -> AbstractContextManager:
+    """Steer a batch of `rows` rows (which may be none) through the layer's 4 experts."""
+    if kind == "free":
+        return nullcontext()
+    forced = kind == "forced"
+    steering = ForcedExperts(torch.zeros(rows).long()) if forced else AllowedExperts(torch.ones(rows, 4).bool())
+    return steering_block({layer: steering})
 
 
 def check_without_tokens(layer: MoELoraLayer, x: torch.Tensor, forward: Callable | None = None) -> None:
@@ -99,8 +110,8 @@ def test_no_tokens_give_zero_gradients(own, steering, dtype):
     layers = [ffn_layer(**{"r": 8, **own}, top_k=k) for k in (1, 3)]
     layers += [] if own is BOTTLENECK else [linear_layer(**{"r": 8, **own}, top_k=3)]
     for layer, method, shape in itertools.product(layers, METHODS, ((0, D), (2, 0, D), (0, 5, D))):
-        layer.train().to(dtype).steering = steering_of(steering, shape[0] if len(shape) == 3 else 0, 4)
-        with pin_dispatch(method):
+        layer.train().to(dtype)
+        with pin_dispatch(method), steered(layer, steering, shape[0] if len(shape) == 3 else 0):
             check_without_tokens(layer, torch.zeros(shape, dtype=dtype, requires_grad=True))
 
 
@@ -110,8 +121,8 @@ def test_every_router_does_without_tokens(kind, steering):
     mixings = [{"mixing": "projection"}] + ([] if kind == "switch" else [{"mixing": "output"}, BOTTLENECK])
     for own, dtype in itertools.product(mixings, (torch.float32, torch.bfloat16)):
         layer = routed_layer(kind, **own).train().to(dtype)
-        layer.steering = steering_of(steering, 0, 4)
-        check_without_tokens(layer, torch.zeros(0, D, dtype=dtype, requires_grad=True))
+        with steered(layer, steering, 0):
+            check_without_tokens(layer, torch.zeros(0, D, dtype=dtype, requires_grad=True))
 
 
 @pytest.mark.slow
@@ -521,7 +532,7 @@ def test_losses_of_tokens_are_float64s_whatever_the_logits():
 
 def test_a_forced_expert_has_gate_1_whatever_its_logit():
     logits = torch.tensor([[INF, 0.0], [-INF, 0.0], [math.nan, 1.0], [LARGEST, 1.0]], requires_grad=True)
-    gates_TK, experts_TK = Steering(experts=torch.tensor([0])).route(logits, 1, True)
+    gates_TK, experts_TK = ForcedExperts(torch.tensor([0])).route(logits, 1, True)
     gates_TK.sum().backward()
     assert torch.equal(gates_TK, torch.ones(4, 1)) and not experts_TK.any() and not logits.grad.any()
 

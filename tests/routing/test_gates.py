@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_peft.routing.gates import (
-    Steering,
+    AllowedExperts,
+    ForcedExperts,
     pad_logits,
     sigmoid_gates,
     switch_gates,
@@ -127,11 +128,11 @@ def test_steered_experts_of_rows_and_of_tokens():
     x = logits()
     rows = torch.tensor([4, 0, 2])
     for experts in (rows, rows.repeat_interleave(3)):
-        gates, chosen = Steering(experts=experts).route(x, 2, True)
+        gates, chosen = ForcedExperts(experts).route(x, 2, True)
         assert chosen.tolist() == [[4]] * 3 + [[0]] * 3 + [[2]] * 3 and torch.equal(gates, torch.ones_like(x[:, :1]))
     allowed = torch.tensor([[1, 1, 0, 0, 1], [0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
     for normalize in (True, False):
-        gates, chosen = Steering(allowed=allowed).route(x, 2, normalize)
+        gates, chosen = AllowedExperts(allowed).route(x, 2, normalize)
         inside = x.clone()
         inside[~allowed.repeat_interleave(3, 0)] = -torch.inf
         wanted = [top_k(row, 2, normalize) for row in inside.tolist()]
@@ -139,26 +140,26 @@ def test_steered_experts_of_rows_and_of_tokens():
         assert_near(gates, torch.tensor([own for own, _ in wanted], dtype=torch.float64))
     # Another rule is asked with the same settings.
     asked = []
-    Steering(allowed=allowed).route(x, 2, False, lambda *given: asked.append(given) or ("gates", "experts"))
+    AllowedExperts(allowed).route(x, 2, False, lambda *given: asked.append(given) or ("gates", "experts"))
     assert torch.equal(asked[0][0], inside) and asked[0][1:] == (2, False)
 
 
 def test_a_forced_gate_is_1_whatever_the_logits_and_its_gradient_is_0():
     x = torch.tensor([[torch.inf, 0.0], [torch.nan, 1.0], [-torch.inf, 2.0]], requires_grad=True)
-    gates, _ = Steering(experts=torch.tensor([0])).route(x, 1, True)
+    gates, _ = ForcedExperts(torch.tensor([0])).route(x, 1, True)
     assert gates.tolist() == [[1.0]] * 3
     assert torch.equal(torch.autograd.grad(gates.sum(), x)[0], torch.zeros(3, 2))
 
 
 def test_no_row_may_be_steered_if_there_is_no_token():
-    gates, experts = Steering(experts=torch.zeros(0, dtype=torch.long)).route(torch.zeros(0, N), 1, True)
+    gates, experts = ForcedExperts(torch.zeros(0, dtype=torch.long)).route(torch.zeros(0, N), 1, True)
     assert gates.shape == experts.shape == (0, 1)
 
 
 def test_steering_is_brought_to_the_logits_device():
     """The device "meta" has no values, but refuses to meet tensors of another device, as a GPU does."""
     x = logits().to("meta")
-    for steering in (Steering(experts=torch.tensor([0, 1, 2])), Steering(allowed=torch.ones(3, N).bool())):
+    for steering in (ForcedExperts(torch.tensor([0, 1, 2])), AllowedExperts(torch.ones(3, N).bool())):
         assert all(one.device.type == "meta" for one in steering.route(x, 1, True))
 
 
@@ -180,10 +181,8 @@ def test_padded_logits():
         ),
         (lambda: top_p_gates(logits(), 6, True, 0.5), f"top_k=6: {MANY}"),
         (lambda: threshold_gates(logits(), 0, True, 0.5), f"top_k=0: {MANY}"),
-        (lambda: Steering(), "Steering: experts, allowed, weights: "),
-        (lambda: Steering(torch.zeros(1), torch.zeros(1)), "Steering: experts, allowed, weights: "),
         (
-            lambda: Steering(experts=torch.zeros(2).long()).route(logits(), 1, True),
+            lambda: ForcedExperts(torch.zeros(2).long()).route(logits(), 1, True),
             "steered routing: 2 rows are steered, the batch has 9 tokens",
         ),
         (lambda: pad_logits(logits(), 4), "pad_logits: n=4: the logits have 5 experts"),

@@ -1,7 +1,8 @@
 from .adapter.config import MoELoraConfig
 from .adapter.dispatch_choice import pin_dispatch
 from .adapter.ffn_layout import FFNLayout, register_ffn_layout
-from .adapter.lora_conversion import expert_to_lora, lora_to_moe
+from .adapter.lora_conversion import lora_to_moe
+from .adapter.lora_extraction import expert_to_lora
 from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing

@@ -69,7 +69,7 @@ from datasets import Dataset
 from peft import PeftModel
 
 from moe_peft import RequestGate, regmean
-from moe_peft.adapter.lora_conversion import read_loras
+from moe_peft.adapter.plain_lora import read_loras
 from moe_peft.combine import regmean as closed_form
 from moe_peft.models.introspection import greedy_decoding
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized

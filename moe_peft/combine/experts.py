@@ -14,7 +14,8 @@ from peft import LoraConfig, PeftModel
 from ..adapter.base_model import behind_backbone
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.layers import MoELoraLayer
-from ..adapter.lora_conversion import averaged_linears, lora_of_expert, lora_to_moe
+from ..adapter.lora_conversion import averaged_linears, lora_to_moe
+from ..adapter.lora_extraction import lora_of_expert
 from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from torch import nn
 
 from ..adapter.layers import linear_features
-from ..adapter.lora_conversion import Adapter, PlainLora, lora_scaling, read_loras
+from ..adapter.plain_lora import Adapter, PlainLora, lora_scaling, read_loras
 from ..utils.messages import InputError
 from ..utils.torch_contexts import double, evaluating
 

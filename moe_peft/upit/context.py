@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ..adapter.lora_conversion import check_only_linears
+from ..adapter.plain_lora import check_only_linears
 from ..native.base import Base
 from ..native.folders import DenseFolder, LoraFolder, check_same_tokens, open_folder
 from ..native.upcycle import check_same_architecture

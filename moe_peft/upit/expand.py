@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ..adapter.lora_conversion import check_only_linears, lora_scalings
+from ..adapter.plain_lora import check_only_linears, lora_scalings
 from ..native.families import find_families
 from ..native.folders import LoraFolder, open_folder
 from ..native.model_folder import NOT_WEIGHTS

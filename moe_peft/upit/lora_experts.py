@@ -19,7 +19,8 @@ from trl import SFTConfig
 from ..adapter.base_model import find_ffns
 from ..adapter.config import MoELoraConfig, usual_alpha
 from ..adapter.ffn_layout import find_layout
-from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
+from ..adapter.lora_conversion import determined_fields, lora_to_moe
+from ..adapter.plain_lora import lora_scalings
 from ..models.gate_init import init_gates
 from ..models.layer import router_parameters
 from ..native.folders import LoraFolder, base_named, open_folder
@@ -79,7 +80,8 @@ class LoraStageKind(ExpertKind):
         Write one LoRA with exactly the mean of the experts' updates: their A's and B's concatenated, with the sum of
         their ranks. Averaging A's and B's separately would give a different update.
         """
-        states = [_scaled(expert) for expert in experts]
+        adapters = [open_folder(expert, "experts", LoraFolder) for expert in experts]
+        states = [_scaled(adapter) for adapter in adapters]
         weights, ranks = {}, {}
         for name in sorted({name for state in states for name in state if ".lora_A." in name}):
             name_B = name.replace(".lora_A.", ".lora_B.")
@@ -87,7 +89,7 @@ class LoraStageKind(ExpertKind):
             weights[name] = torch.cat([state[name] for state in having])
             weights[name_B] = torch.cat([state[name_B] for state in having], dim=1) / len(states)
             ranks[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = len(weights[name])
-        configs = [open_folder(expert, "experts", LoraFolder).config for expert in experts]
+        configs = [adapter.config for adapter in adapters]
         targets = [config.target_modules for config in configs]
         rank = max(ranks.values())
         pattern = {name: own for name, own in ranks.items() if own != rank}
@@ -234,11 +236,12 @@ def _saved_name(index: int) -> str:
     return f"base_model.model.{VECTORS}.vectors.{index}"
 
 
-def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
-    """Load a LoRA's tensors, with its scalings multiplied into B."""
-    state = load_peft_weights(str(adapter), device="cpu")
-    for name, scaling in lora_scalings(PeftConfig.from_pretrained(adapter), sorted(state)).items():
-        state[name.replace(".lora_A.", ".lora_B.")] *= scaling
+def _scaled(adapter: LoraFolder) -> dict[str, torch.Tensor]:
+    """Return a LoRA's tensors, with its scalings multiplied into B."""
+    state = dict(adapter.tensors)
+    for name, scaling in lora_scalings(adapter.config, sorted(state)).items():
+        name_B = name.replace(".lora_A.", ".lora_B.")
+        state[name_B] = state[name_B] * scaling
     return state
 
 

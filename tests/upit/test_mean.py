@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,17 +45,22 @@ def test_of_loras_it_is_one_lora_of_the_sum_of_their_ranks(tokenizer, tmp_path):
     assert losses["adapted"]["mean"] < losses["base"]["mean"]
 
 
-def test_given_loras_may_differ_in_rank_scaling_and_modules(tmp_path):
-    base, folders = tiny_llama(), [tmp_path / str(i) for i in range(3)]
+def test_given_loras_may_differ_in_rank_scaling_modules_and_type(tmp_path):
+    base, folders = tiny_llama(), [tmp_path / str(i) for i in range(4)]
     settings = [
         {"r": 2, "lora_alpha": 6, "target_modules": ["up_proj", "q_proj"], "use_rslora": True},
         {"r": 3, "lora_alpha": 2, "target_modules": ["up_proj"], "rank_pattern": {r"layers\.0\.mlp": 5}},
         {"r": 2, "lora_alpha": 8, "target_modules": ["up_proj", "down_proj"], "alpha_pattern": {"down_proj": 30}},
     ]
-    for i, (folder, own) in enumerate(zip(folders, settings, strict=True)):
+    configs = [LoraConfig(**own, init_lora_weights=False, task_type="CAUSAL_LM") for own in settings]
+    configs.append(AdaLoraConfig(init_r=3, total_step=9, target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    for i, (folder, config) in enumerate(zip(folders, configs, strict=True)):
         torch.manual_seed(i)
-        config = LoraConfig(**own, init_lora_weights=False, task_type="CAUSAL_LM")
-        get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
+        model = get_peft_model(copy.deepcopy(base), config)
+        for name, parameter in model.named_parameters():
+            if isinstance(config, AdaLoraConfig) and "lora_" in name:
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(folder)
     LoraStageKind(None).mean(folders, tmp_path / "mean")
     check_mean(base, folders, tmp_path / "mean")
 

@@ -17,7 +17,7 @@ from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.io import read_json, write_json
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
-from ..utils.settings import ALPHA, COUNT, NOT_NEGATIVE, POSITIVE, Range, check_patterns, check_settings, setting
+from ..utils.settings import ALPHA, COUNT, NOT_NEGATIVE, Range, check_patterns, check_settings, same_setting, setting
 from .experts import EXPERTS, Experts
 
 # Fields determined by the LoRA adapters when they are stacked into a MoE adapter.
@@ -33,12 +33,6 @@ Mixing = Literal["output", "projection"]
 
 # Router settings with a field `router_…` in the config.
 _ROUTER_SETTINGS = {each.name: each for each in fields(RouterSettings) if "help" in each.metadata}
-
-
-# Settings of `LoraConfig` without an equivalent for experts.
-_LORA_SETTINGS = (
-    "bias", "fan_in_fan_out", "use_dora", "lora_bias", "loftq_config", "layer_replication", "target_parameters",
-)  # fmt: skip
 
 
 def name_in_base(key: str) -> str:
@@ -168,14 +162,12 @@ class MoELoraConfig(PeftConfig):
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
     alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", ALPHA)
     router_type: str = setting("linear", f"One of {', '.join(ROUTERS)}.", ROUTERS)
-    router_jitter_noise: float = setting(0.0, "Training noise on the router's input.", Range(at_least=0, below=1))
-    router_threshold: float | None = setting(
-        None, "Probability for 'top_p' and 'threshold'.", Range(above=0, at_most=1)
-    )
-    router_capacity_factor: float | None = setting(None, "Capacity of experts for 'switch'.", POSITIVE)
-    router_num_heads: int | None = setting(None, "Routers in an attention router's mixture.", COUNT)
-    router_mixture: Mixture = setting("sum", "How their scores combine: 'sum' or 'max'.", get_args(Mixture))
-    router_bias_update_rate: float = setting(0.0, "Step of the biases that balance experts.", NOT_NEGATIVE)
+    router_jitter_noise: float = same_setting(RouterSettings, "jitter_noise")
+    router_threshold: float | None = same_setting(RouterSettings, "threshold")
+    router_capacity_factor: float | None = same_setting(RouterSettings, "capacity_factor")
+    router_num_heads: int | None = same_setting(RouterSettings, "num_heads")
+    router_mixture: Mixture = same_setting(RouterSettings, "mixture")
+    router_bias_update_rate: float = same_setting(RouterSettings, "bias_update_rate")
     router_aux_loss_coef: float = setting(0.01, "Load-balancing loss coefficient.", NOT_NEGATIVE)
     init_lora_weights: bool | Literal["gaussian"] = setting(
         True, "True, False or 'gaussian'.", (True, False, "gaussian")
@@ -194,7 +186,7 @@ class MoELoraConfig(PeftConfig):
     def __post_init__(self, *of_lora: Any) -> None:
         super().__post_init__()
         self.peft_type = PeftType.MOE_LORA
-        for name, value in zip(_LORA_SETTINGS, of_lora, strict=False):
+        for name, value in zip(_LORA_SETTINGS, of_lora, strict=False):  # none to check a changed config again
             if value != getattr(MoELoraConfig, name):
                 raise InputError(f"MoELoraConfig: {name}={value!r}: LoRA experts have no such setting; leave it out")
         for name in ("target_modules", "exclude_modules", "target_projections"):
@@ -353,6 +345,10 @@ class MoELoraConfig(PeftConfig):
         write_json(path, saved | in_order)
         if any(Path(save_directory, name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             write_model_card(save_directory)
+
+
+# Settings of `LoraConfig` without an equivalent for experts, in the order in which `__post_init__` gets them.
+_LORA_SETTINGS = [name for name, kind in MoELoraConfig.__annotations__.items() if kind.startswith("InitVar")]
 
 
 def by_pattern(pattern: dict[str, Any] | None, module_name: str, default: Any) -> Any:

@@ -63,6 +63,12 @@ def setting(default: Any, help: str, allowed: Range | Collection[Any] | None = N
     return field(default=default, metadata=metadata)
 
 
+def same_setting(other: type, name: str) -> Any:
+    """Return a dataclass field with the default, help text and allowed values of a field of another dataclass."""
+    (own,) = (each for each in fields(other) if each.name == name)
+    return field(default=own.default, metadata=own.metadata)
+
+
 def check_settings(config: Any, source: str = "") -> None:
     """
     Check a dataclass's fields made by `setting`. A dictionary that is None becomes an empty dictionary, and a whole

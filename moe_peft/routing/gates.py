@@ -279,7 +279,21 @@ class ForcedExperts(Steering):
 
 
 class ForcedOrBase(ForcedExperts):
-    """One expert for each row, or -1: no expert. In an adapter, this is the base."""
+    """
+    One expert for each row, or -1: no expert. In an adapter, this is the base.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import ForcedOrBase
+    >>> gates, experts = ForcedOrBase(torch.tensor([-1])).route(
+    ...     torch.randn(5, 4), 2, True
+    ... )
+    >>> experts.flatten().tolist()
+    [-1, -1, -1, -1, -1]
+    ```
+    """
 
     has_base = True
 

@@ -20,7 +20,6 @@ from .experts import Experts
 from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
 from .plain_lora import Adapter, PlainLora, lora_scaling, read_loras
-from .plain_lora import lora_scalings as lora_scalings
 
 Attention: TypeAlias = Literal["route", "mean"]
 logger = logging.getLogger("moe_peft")

@@ -17,7 +17,8 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils.logging import tqdm
 
-from ..adapter.lora_conversion import lora_scalings, lora_to_moe
+from ..adapter.lora_conversion import lora_to_moe
+from ..adapter.plain_lora import lora_scalings
 from ..models.gate_init import Sums, find_gate_init, init_gates
 from ..models.introspection import NAMES_FIELD
 from ..models.layer import routed_layers

@@ -112,6 +112,14 @@ def neutral_requests() -> list[str]:
     """
     Return the built-in list of general requests, meant for no adapter: many kinds of requests in English, and some in
     other languages.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import neutral_requests
+    >>> len(neutral_requests()) > 300
+    True
+    ```
     """
     return read_list("neutral")
 

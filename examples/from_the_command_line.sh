@@ -66,8 +66,9 @@ moe-peft sft --model_name_or_path base --dataset_name data/train.jsonl --output_
 
 # 4. Where do its tokens go, how good is it, and how good is each expert alone?
 moe-peft inspect --model adapter --data data/test.jsonl --label-column domain --output routing
-moe-peft eval --model adapter --tasks 'short_*' --include-path tasks --apply-chat-template --each-expert --output evaluation
+python -m examples.each_expert adapter --tasks 'short_*' --include-path tasks --apply-chat-template --each-expert \
+    | tee scores.txt
 
 # 5. Export it to a native MoE, which loads without this package, and compare: the numbers are the adapter's.
 [ -d exported ] || moe-peft export --adapter adapter --output exported --verify data/test.jsonl
-moe-peft eval --model exported --tasks 'short_*' --include-path tasks --apply-chat-template --output evaluation-exported
+python -m examples.each_expert exported --tasks 'short_*' --include-path tasks --apply-chat-template | tee scores-exported.txt

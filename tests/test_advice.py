@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OF_OTHERS = {
     "--enable-lora", "--lora-modules", "--hf-overrides", "--tokenizer", "--tensor-parallel-size",
     "--max-lora-rank",  # vLLM's
-    "--model_args",  # lm_eval's
+    "--model_args", "--tasks", "--limit",  # lm_eval's
     "--no_bf16",  # HfArgumentParser's other way to write --bf16 false
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ PRINTED = {
     "checks.md": "num_train_epochs=nan: must be a finite number",
     "chat.md": "/help lists the commands",
     "combine.md": "What reaches its own",
-    "evaluating.md": "expert 0",
+    "evaluating.md": "expert 0: ",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "have logits within",
     "pruning.md": "tokens that lost an expert in any layer",

@@ -19,8 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
-TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "demo", "chat", "cli", "validation.py")
-EVAL = ("evaluation",)  # the extra `eval` too
+TRAIN = ("training", "analysis", "pruning", "upit", "combine", "demo", "chat", "cli", "validation.py")
 DEMO = ("demo",)  # the extra `demo`
 WEB = ("web.py",)  # the extra `web`
 PICK = ("pick.py", "engines.py", "records.py")  # the extra `pick`
@@ -57,7 +56,6 @@ def test_what_a_file_imports_is_declared(path: Path):
         EXTRAS[name]
         for name, parts in {
             "train": TRAIN,
-            "eval": EVAL,
             "gguf": GGUF,
             "demo": DEMO,
             "web": WEB,
@@ -78,7 +76,7 @@ def test_what_a_file_imports_is_declared(path: Path):
 def test_what_is_declared_is_imported():
     packages = set().union(*(imported(ROOT / path) for path in FILES))
     used = {canonicalize_name(name) for package in packages for name in DISTRIBUTIONS.get(package, [package])}
-    assert not declared(PROJECT["dependencies"], EXTRAS["train"], EXTRAS["eval"]).keys() - used
+    assert not declared(PROJECT["dependencies"], EXTRAS["train"]).keys() - used
 
 
 def test_the_newest_python_that_is_named_is_tested():
@@ -94,7 +92,7 @@ def test_lowest_versions_are_the_lower_bounds():
     """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
     requirements = declared(
         PROJECT["dependencies"],
-        *(EXTRAS[name] for name in ("train", "eval", "quant", "gguf", "demo", "web", "pick", "test")),
+        *(EXTRAS[name] for name in ("train", "quant", "gguf", "demo", "web", "pick", "test")),
     )
     bounds = {
         name: next(s.version for s in requirement.specifier if s.operator == ">=")

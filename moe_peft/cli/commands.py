@@ -59,7 +59,6 @@ COMMANDS: dict[str, Command] = {
         serves=True,
     ),
     "inspect": Command(".inspect", "report where a model's tokens go", once=True, needs_less=_BATCHES),
-    "eval": Command(".eval", "evaluate a model on tasks of lm-evaluation-harness", needs_less="lower --batch-size"),
     "mix": Command(
         ".mix", "make one mixture of LoRA adapters or dense models, without training", once=True, needs_less=_BATCHES
     ),

@@ -12,7 +12,7 @@ from ..utils.compat import TESTED
 
 PACKAGES = (
     "torch", "transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes", "deepspeed",
-    "liger-kernel", "vllm", "lm_eval",
+    "liger-kernel", "vllm",
 )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..evaluation.results import RESULTS
 from ..utils.io import atomic_write, read_json, reading
 from ..utils.messages import InputError
 from ..utils.model_card import card_facts
@@ -35,13 +34,8 @@ def compare(folders: Sequence[str]) -> list[Row]:
         kind = next((kind for kind in _READERS if (folder / kind).is_file()), None)
         if kind is None:
             raise InputError(f"{source}: has no {' and no '.join(_READERS)}; name a finished run, or a result of sft")
-        results = sorted(folder.glob(f"*/{RESULTS}"))
         with reading(f"{source}: {kind}", "run it again"):
             rows.append({"folder": name, **_READERS[kind](folder, read_json(folder / kind))})
-        for path in results:
-            with reading(f"{source}: {path}", "evaluate again"):
-                scores = read_json(path)["scores"]["model"]
-                rows[-1] |= {f"{score['task']} {score['metric']}": float(score["value"]) for score in scores}
     return rows
 
 

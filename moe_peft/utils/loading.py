@@ -342,23 +342,6 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
     return f"{source}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
 
 
-def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = "give it one") -> None:
-    """
-    Check that a tokenizer has the chat template of a setting.
-
-    Args:
-        asked: whether prompts go through a chat template; a string names one of several.
-        field: the field that asks for it, for messages.
-        remedy: what to do if there is no template.
-    """
-    template = tokenizer.chat_template
-    if asked and template is None:
-        raise InputError(f"{field}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
-    if isinstance(asked, str) and not (isinstance(template, dict) and asked in template):
-        names = f"has {', '.join(template)}" if isinstance(template, dict) else "has a single one, without a name"
-        raise InputError(f"{field}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
-
-
 def _check_counts(values: Mapping[str, Any], source: object) -> None:
     """
     Check the numbers of layers and experts in a model's config.

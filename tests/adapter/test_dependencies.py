@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # What the extras bring. Packages that PEFT or transformers need themselves are not ours to leave out.
-OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "lm_eval", "deepspeed")
+OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "deepspeed")
 
 SCRIPT = f"""
 import sys

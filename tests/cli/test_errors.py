@@ -254,7 +254,7 @@ def test_what_the_first_process_refuses_ends_the_others(case, tmp_path):
     assert [path.name for path in (tmp_path / "other").rglob("*")] == ["prepare", "mine.txt"]
 
 
-@pytest.mark.parametrize("name", ["upit", "sft", "upcycle", "eval"])
+@pytest.mark.parametrize("name", ["upit", "sft", "upcycle"])
 def test_an_output_that_cannot_be_a_folder_is_refused(name, case, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     out, base = str(tmp_path / "file" / "out"), case[0]["model"]["name_or_path"]
@@ -264,7 +264,6 @@ def test_an_output_that_cannot_be_a_folder_is_refused(name, case, tmp_path, caps
         "sft": ["--model_name_or_path", base, "--dataset_name", case[0]["data"]["train"], "--output_dir", out,
                 "--bf16", "false", "--use_cpu", "true"],
         "upcycle": ["--model", base, "--output", out],
-        "eval": ["--model", base, "--tasks", "x", "--output", out],
     }[name]  # fmt: skip
     with pytest.raises(SystemExit) as end:
         main([name, *arguments])

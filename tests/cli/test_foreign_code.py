@@ -51,7 +51,6 @@ def arguments(command: str, world: Path) -> list[str]:
         "upit": ["upit", "--config", str(world / "recipe.yaml")],
         "chat": ["chat", "--model", str(world / "moe")],
         "inspect": ["inspect", "--model", str(world / "moe"), "--data", data, "--output", out],
-        "eval": ["eval", "--model", base, "--tasks", "hellaswag", "--output", out],
         "mix": ["mix", "--adapters", *loras, "--data", data, data, "--output", out],
         "pick": ["pick", "--fit", "--base", base, "--data", data, "--label-column", "domain", "--gate", out],
         "upcycle": ["upcycle", "--model", base, "--output", out],
@@ -60,7 +59,7 @@ def arguments(command: str, world: Path) -> list[str]:
     }[command]  # fmt: skip
 
 
-COMMANDS = ["sft", "dpo", "upit", "chat", "inspect", "eval", "mix", "pick", "upcycle", "prune", "export"]
+COMMANDS = ["sft", "dpo", "upit", "chat", "inspect", "mix", "pick", "upcycle", "prune", "export"]
 WITHOUT_TOKENIZER = ["upcycle", "prune", "export"]
 
 

@@ -34,7 +34,6 @@ from moe_peft.cli.prune import PruneSettings
 from moe_peft.cli.upcycle import UpcycleSettings
 from moe_peft.combine.mix_settings import MixSettings
 from moe_peft.combine.request_gate import FILE as GATE
-from moe_peft.evaluation import EvalSettings
 from moe_peft.native import UpcycleConfig
 from moe_peft.native.safetensors_io import Checkpoint
 from moe_peft.routing import read_expert_map
@@ -45,10 +44,7 @@ from moe_peft.utils.loading import read_adapter_config, read_adapter_weights, re
 from moe_peft.utils.messages import InputError
 from moe_peft.utils.validation import check_fields, plain_types, read_yaml
 from tests.helpers.bad_input import ADAPTER, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, make_world
-from tests.helpers.eval_case import light, make_tasks
 from tests.helpers.upit_case import rows as prompts
-
-_ = light  # a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -241,7 +237,6 @@ COMMANDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mix": (MixSettings, {"adapters": ["lora0", "lora1"], "gates": "arrow", "output": "out"}),
     "mix with data": (MixSettings, {"adapters": ["lora0", "lora1"], "data": ["a.jsonl", "b.jsonl"], "output": "out"}),
     "pick": (PickSettings, {"fit": True, "base": "base", "data": ["a.jsonl", "b.jsonl"], "gate": "out"}),
-    "eval": (EvalSettings, {"model": "moe", "tasks": ["toy_a"], "include_path": "tasks", "limit": 2, "output": "out"}),
     "chat": (ChatSettings, {"model": "moe"}),
 }  # fmt: skip
 WRITES = ("out", "upit", "sft")  # folders that a case begins without
@@ -262,10 +257,6 @@ FILES: dict[str, tuple[list[str], ...]] = {
         ["pick", "--gate", "out", "--server", "http://127.0.0.1:9"],  # where nobody answers
     ),
     "out/routing.json": (["inspect", "--model", "moe", "--data", "train.jsonl", "--output", "out"],),
-    "out/results.json": (
-        ["eval", "--model", "moe", "--tasks", "toy_a", "--include-path", "tasks", "--limit", "2", "--output", "out"],
-        ["upit", "--compare", "."],
-    ),
     **dict.fromkeys(
         [f"upit/{name}" for name in ("manifest.json", "prepare/complete.json", "prepare/stage.json")],
         (UPIT, [*UPIT, "--dry-run"], ["upit", "--compare", "upit"]),
@@ -278,11 +269,10 @@ FILES: dict[str, tuple[list[str], ...]] = {
 
 
 @pytest.fixture
-def here(world, tmp_path, monkeypatch, light) -> Path:
+def here(world, tmp_path, monkeypatch) -> Path:
     """The current folder: a copy of the world, and what commands need besides."""
     shutil.copytree(world, tmp_path / "world")
     monkeypatch.chdir(tmp_path / "world")
-    make_tasks(Path("tasks"))
     Path("folder").mkdir()
     Path("dangling").symlink_to("nowhere")
     for name, offset in (("a", 0), ("b", 7)):

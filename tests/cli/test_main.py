@@ -216,8 +216,6 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
     [
         ("inspect", '--model m --data d --max-length 9 --html --expert-map {"a":[0]}',
          {"model": "m", "data": "d", "max_length": 9, "html": True, "expert_map": {"a": [0]}}),
-        ("eval", "--model m --tasks a b --experts 0,3 --num-fewshot 2 --each-expert",
-         {"model": "m", "tasks": ["a", "b"], "experts": ["0", "3"], "num_fewshot": 2, "each_expert": True}),
         ("prune", "--model m --output o --min-load 0.5 --drop [1,2]",
          {"model": "m", "output": "o", "min_load": 0.5, "drop": [1, 2]}),
         ("upcycle", "--model m n --output o --drop-rate 1 --no-weight-scaling",

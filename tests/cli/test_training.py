@@ -766,7 +766,7 @@ def test_the_reference_of_a_native_moe_is_what_it_starts_from(case, tmp_path):
         assert first["rewards/margins"] == near(0, scale=first["logps/chosen"])
 
 
-@pytest.mark.parametrize("command", ["sft", "inspect", "chat", "eval", "mix", "upcycle", "pick"])
+@pytest.mark.parametrize("command", ["sft", "inspect", "chat", "mix", "upcycle", "pick"])
 def test_a_base_that_is_no_causal_language_model_is_called_so(command, case, tokenizer, tmp_path, capsys):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     T5ForConditionalGeneration(T5Config(vocab_size=128, **sizes)).save_pretrained(tmp_path / "t5")
@@ -776,7 +776,6 @@ def test_a_base_that_is_no_causal_language_model_is_called_so(command, case, tok
         "sft": ["--model_name_or_path", model, "--output_dir", out, "--dataset_name", data],
         "inspect": ["--model", model, "--output", out, "--data", data],
         "chat": ["--model", model],
-        "eval": ["--model", model, "--output", out, "--tasks", "arc_easy"],
         "mix": [
             "--models",
             case["model_name_or_path"],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import AutoTokenizer
 
 from moe_peft import MoELoraConfig
 from tests.helpers.models import tiny_llama
@@ -82,6 +83,23 @@ def make_adapter(folder: Path, tokenizer, seed: int = 0) -> Path:
     return folder / "adapter"
 
 
+def plain_scores(model: Any, folder: Path, tasks: list[str], **own: Any) -> dict[tuple[str, str], float]:
+    """(task, metric) → value, by the harness's own means. The folder has the tasks and the base's tokenizer."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder / "base"), batch_size=4)
+    manager = TaskManager(include_path=str(folder / "tasks"))
+    results = simple_evaluate(lm, tasks=tasks, task_manager=manager, **own)["results"]
+    return {
+        (task, name.partition(",")[0]): value
+        for task, row in results.items()
+        for name, value in row.items()
+        if "," in name and not name.partition(",")[0].endswith("_stderr")
+    }
+
+
 def lighten(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     """Take from the harness what takes its seconds: its index of thousands of tasks, and a report on the machine."""
     import lm_eval.evaluator
@@ -98,7 +116,7 @@ def light(monkeypatch):
     lighten(monkeypatch.setattr)
 
 
-def lighten_command() -> None:
-    """The same in a process whose command is `moe-peft eval`."""
-    if sys.argv[1:2] == ["eval"]:
+def lighten_harness() -> None:
+    """The same in a process that runs the example."""
+    if "--tasks" in sys.argv:
         lighten()

@@ -17,7 +17,7 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.warm import start
 
 # Where the public names are, each in its package's `__all__`.
-_ROOMS = ("analysis", "chat", "evaluation", "native", "pruning", "routing", "training", "upit")
+_ROOMS = ("analysis", "chat", "native", "pruning", "routing", "training", "upit")
 PACKAGES = ("moe_peft", *(f"moe_peft.{room}" for room in _ROOMS))
 
 

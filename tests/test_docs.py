@@ -41,7 +41,7 @@ PRINTED = {
     "evaluating.md": "expert 0: ",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "have logits within",
-    "pruning.md": "tokens that lost an expert in any layer",
+    "pruning.md": "active per token",
     "serve-many.md": "warning: code: has 12 different texts",
     "steering.md": "'compliance'",
     "training.md": "FLOP per token",

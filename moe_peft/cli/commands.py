@@ -66,7 +66,7 @@ COMMANDS: dict[str, Command] = {
         ".pick", "answer each request with the LoRA that it is for: a proxy before vLLM", once=True, serves=True
     ),
     "upcycle": Command(".upcycle", "make a native MoE from dense models", once=True),
-    "prune": Command(".prune", "drop experts of an adapter or a native MoE", once=True, needs_less=_BATCHES),
+    "prune": Command(".prune", "drop experts of an adapter or a native MoE", once=True),
     "export": Command(".export", "make a native MoE from a MoE-LoRA adapter and its base", once=True),
     "recipes": Command(".recipes", "list the recipes that come with the package, or copy one"),
     "exec": Command(".exec", "run another program, such as lm_eval, so that it can load adapters"),

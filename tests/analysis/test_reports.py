@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing
@@ -26,6 +27,7 @@ from moe_peft.utils.model_card import write_model_card
 from tests.helpers.browser import NEEDS_BROWSER, open_browser, resize
 from tests.helpers.close import assert_near, near
 from tests.helpers.models import tiny_llama
+from tests.helpers.native_case import dense_model, saved
 from tests.helpers.routed_models import KINDS, N, ids, routed_model
 from tests.helpers.trainers import EXPERTS, arguments, make_model
 from tests.helpers.upit_case import rows
@@ -530,3 +532,18 @@ def test_wrong_options(options, message, folder, capsys):
         inspect(folder, *options)
     last = capsys.readouterr().err.splitlines()[-1]
     assert message in last and last.startswith("error: ")
+
+
+def test_logits_that_are_not_finite_are_no_routing(tokenizer, tmp_path, capsys):
+    """A model whose activations overflow float16."""
+    tokenizer.save_pretrained(saved(dense_model("llama"), tmp_path / "dense"))
+    upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=4, router_init_std=0.5))
+    weights = load_file(tmp_path / "moe" / "model.safetensors")
+    overflowing = {name: weight * 2e3 if "experts" in name else weight for name, weight in weights.items()}
+    save_file(overflowing, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "data.jsonl").write_text('{"text": "w3 w4 w5 w6"}\n')
+    command = ["inspect", "--model", str(tmp_path / "moe"), "--data", str(tmp_path / "data.jsonl")]
+    with pytest.raises(SystemExit):
+        main([*command, "--output", str(tmp_path / "out"), "--dtype", "float16"])
+    assert "error: --dtype='float16': logits of router 1 are not finite; use bfloat16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -217,7 +217,7 @@ def test_a_lack_of_memory(error, command, line, capsys):
 
 
 def test_no_memory_for_a_tensor(capsys):
-    with pytest.raises(SystemExit) as end, ends_in_one_line("prune"):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("inspect"):
         torch.empty(2**50, dtype=torch.float64)
     assert end.value.code == 1 and capsys.readouterr().err.startswith("error: out of memory; lower --batch-size")
 

@@ -216,8 +216,8 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
     [
         ("inspect", '--model m --data d --max-length 9 --html --expert-map {"a":[0]}',
          {"model": "m", "data": "d", "max_length": 9, "html": True, "expert_map": {"a": [0]}}),
-        ("prune", "--model m --output o --min-load 0.5 --drop [1,2]",
-         {"model": "m", "output": "o", "min_load": 0.5, "drop": [1, 2]}),
+        ("prune", "--model m --output o --base b --drop [1,2]",
+         {"model": "m", "output": "o", "base": "b", "drop": [1, 2]}),
         ("upcycle", "--model m n --output o --drop-rate 1 --no-weight-scaling",
          {"model": ["m", "n"], "output": "o", "drop_rate": 1, "weight_scaling": False}),
         ("mix", "--output o --adapters a b --gates arrow --top-k 1",

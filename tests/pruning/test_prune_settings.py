@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import nullcontext
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -35,16 +34,6 @@ def base(tmp_path_factory, tokenizer) -> str:
 @pytest.fixture(scope="module")
 def folder(base, tmp_path_factory) -> Path:
     return make_adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    texts = [f"w{3 + i} w{9 + 2 * i} w{40 - i} w7 w{5 + i}" for i in range(6)]
-    path.write_text(
-        "".join(json.dumps({"text": t, "domain": ("mean", "b")[i % 2]}) + "\n" for i, t in enumerate(texts))
-    )
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -189,30 +178,12 @@ def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
         ({"drop": [1.7]}, r"drop: experts=\[1.7\]: must be indices or names"),
         ({"drop": [-1]}, r"drop=\[-1\]: .* has experts 0 to 5"),
         ({"drop": {"-1": [1]}}, "drop: layer -1: the model has layers 0 to 1 with routers"),
-        ({"drop": [1], "label_column": "domain"}, "label_column go with data; give data"),
-        ({"drop": [1], "min_load": 0.5}, "min_load and label_column go with data"),
-        ({"drop": [1], "experts_per_layer": 1}, "experts_per_layer=1: .* has 6 experts and must keep 2; use a number"),
-        ({"drop": [1], "experts_per_layer": 10}, "experts_per_layer=10: .* use a number from 2 to 6"),
     ],
 )
 def test_what_nobody_could_mean_is_refused(options: dict, message: str, folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=message) as error:
         prune_experts(folder, tmp_path / "pruned", **options)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
-
-
-def test_a_domain_called_mean_has_its_own_loss(folder: Path, data: str, tmp_path: Path):
-    result = prune_experts(folder, tmp_path / "pruned", data=data, label_column="domain", drop=[1], min_load=0.0)
-    assert set(result.loss["before"]) == {"b", "mean", "mean (domain)"}
-    values = result.loss["before"]
-    assert min(values["b"], values["mean (domain)"]) < values["mean"] < max(values["b"], values["mean (domain)"])
-    assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "pruned")
-
-
-def test_a_least_load_of_zero_is_not_taken_for_none_given(folder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_peft.pruning.prune.MIN_LOAD", 0.5)
-    result = prune_experts(folder, tmp_path / "pruned", data=data, drop=[1], min_load=0.0)
-    assert [layer.dropped for layer in result.layers] == [[1], [1]]
 
 
 def test_a_models_name_is_no_markup_in_the_card(folder, tmp_path):

@@ -31,13 +31,6 @@ class LoadCallback(TrainerCallback):
 
     Raises:
         ValueError: when training begins, if the model has no routers.
-
-    Example:
-
-    ```python
-    >>> from moe_peft import LoadCallback
-    >>> callback = LoadCallback("load", every=50)  # for a trainer's `callbacks`
-    ```
     """
 
     def __init__(self, output_dir: str | Path, every: int = 10) -> None:

@@ -53,21 +53,6 @@ class RoutingStatistics:
 
     Raises:
         ValueError: `expert_map` lacks a domain or has no valid form.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.analysis import RoutingStatistics
-    >>> statistics = RoutingStatistics(
-    ...     sizes=[4, 4], ks=[2, 2], domains=["code", "prose"]
-    ... )
-    >>> statistics.current = "prose"  # of the next batch
-    >>> statistics.update(
-    ...     [torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None
-    ... )
-    >>> shares = statistics.shares()["prose"]  # [layers, experts]
-    ```
     """
 
     def __init__(

@@ -36,22 +36,6 @@ class Routes:
         measure: "gates", or "choices" if the gates of some router are not known: then the chosen experts' gates are 1.
         layers: the routers' names, [L], in the order of `moe-peft inspect`.
         experts: the experts' names, [n]; their numbers if they have none.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.analysis import Routes
-    >>> routes = Routes(  # one router, two tokens, two slots
-    ...     torch.tensor([[[1, 0], [1, 2]]]),
-    ...     torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
-    ...     "gates", ["layers.0.mlp"], ["law", "math", "code"],
-    ... )
-    >>> routes.summary()
-    'math 62 %, code 25 %, law 12 % (gates, 1 router)'
-    >>> routes.leading_T(0)
-    [1, 1]
-    ```
     """
 
     experts_LTK: torch.Tensor
@@ -80,12 +64,7 @@ class Routes:
         return int(self.shares_LN.square().sum(-1).argmax())
 
     def find(self, words: Sequence[str]) -> list[int]:
-        """
-        Return the routers with all these parts in their names, e.g. "12", or "12" and "q_proj".
-
-        Raises:
-            ValueError: there is no such router.
-        """
+        """Return the routers with all these parts in their names, e.g. "12", or "12" and "q_proj"."""
         found = [i for i, layer in enumerate(self.layers) if {*words} <= {*layer.split(".")}]
         if not found:
             raise InputError(f"layer {' '.join(words)}: no such router; they are {_first_and_last(self.layers)}")
@@ -189,25 +168,6 @@ def record_routes(model: Any) -> Iterator[RouteTape]:
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE; other models have no routes.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig
-    >>> from moe_peft.analysis import record_routes
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(
-    ...     base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
-    ... )
-    >>> with record_routes(model) as tape:
-    ...     outputs = model(input_ids=torch.tensor([[3, 4, 5]]))
-    >>> routes = tape.routes()
-    >>> routes.experts_LTK.shape == (len(routes.layers), 3, 2)
-    True
-    ```
     """
     tape = RouteTape(model)
     with observed_routing(model, tape.see):

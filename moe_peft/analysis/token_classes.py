@@ -25,18 +25,6 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
 
     Returns:
         int64 [V], indices into `TOKEN_CLASSES`.
-
-    Example:
-
-    ```python
-    >>> from transformers import AutoTokenizer
-    >>> from moe_peft.analysis import TOKEN_CLASSES, classify_tokens
-    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> names = [
-    ...     TOKEN_CLASSES[i]
-    ...     for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]
-    ... ]
-    ```
     """
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))

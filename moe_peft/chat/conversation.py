@@ -39,15 +39,6 @@ class Answer:
         routes: the experts of the same T tokens; None if no router ran.
         steering: routing of the answer: "auto", "picked: law", "expert law", "without law" or "base".
         ending: "end" (the model ended it), "length" (`max_new_tokens`) or "stopped".
-
-    Example:
-
-    ```python
-    >>> from moe_peft.chat import Answer
-    >>> answer = Answer("Who?", ["The ", "law", "."], None, "auto", "end")
-    >>> answer.text
-    'The law.'
-    ```
     """
 
     question: str
@@ -158,9 +149,6 @@ class Conversation:
         """
         Answer a question. Yield the text piece by piece. Afterwards, `answers[-1]` is the answer, even if the iterator
         is closed early.
-
-        Raises:
-            ValueError: the conversation is too long for the model.
         """
         # JSON can hold half a pair of surrogates. A tokenizer cannot read it.
         return self._answer(question.encode(errors="replace").decode(), self.answers)
@@ -208,9 +196,6 @@ class Conversation:
             kind: "auto": as in the model; "picked": one expert for each question, or the base; "expert": one expert
                 serves all tokens; "forbid": routers choose among the other experts; "base": the adapter is disabled.
             experts: the experts of "expert" or "forbid", as names or numbers.
-
-        Raises:
-            ValueError: the model has no router, no such expert, no adapter, or too few other experts.
         """
         before = self._kind, self._steered
         given = [experts] if isinstance(experts, (int, str)) else experts

@@ -67,9 +67,6 @@ class Page:
         Args:
             kind, experts: as `Conversation.steer` takes them.
             layer: router to show the experts' colors of: its number, `DECISIVE` or `MEAN`.
-
-        Raises:
-            ValueError: the model cannot be steered in this way, or the conversation is too long for it.
         """
         if not question.strip():
             raise InputError("write a question first")
@@ -261,9 +258,6 @@ def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port
         title, about: as in `blocks`.
         host: the page's address; "0.0.0.0" is open to everyone.
         port: the page's port; None: the first free port from 7860 on.
-
-    Raises:
-        ValueError: the port is taken, or the host is not an address of this machine.
     """
     demo = blocks(page, title, about)
     # Gradio requests the page once before it returns. A proxy in the environment does not reach this machine.

@@ -245,12 +245,7 @@ class TrainingParser(GroupedParser, TrlParser):
         self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings, and with plugins")
 
     def parse_args(self, arguments: Sequence[str]) -> Options:  # type: ignore[override]
-        """
-        Parse flags and the YAML file into `Options`.
-
-        Raises:
-            ValueError: no such file, an unknown key or flag, or a wrong value.
-        """
+        """Parse flags and the YAML file into `Options`."""
         file = self.parse_known_args(arguments)[0].config
         settings = {} if file is None else self._read(file)
         self.set_defaults_with_config(**settings)

@@ -85,12 +85,7 @@ class SettingsParser(GroupedParser):
         self.add_argument(flag, metavar=_metavar(field), help=text, **options)
 
     def parse_args(self, arguments: Sequence[str]) -> Settings:  # type: ignore[override]
-        """
-        Parse flags and the YAML file into settings.
-
-        Raises:
-            ValueError: no such file, an unknown key or flag, or a wrong value.
-        """
+        """Parse flags and the YAML file into settings."""
         options, unknown = self.parse_known_args(arguments)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]

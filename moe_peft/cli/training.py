@@ -142,12 +142,7 @@ def _load_splits(options: Options, stages: Mapping[str, Any]) -> tuple[Dataset, 
 
 
 def _replay(options: Options, stages: Mapping[str, Any], data: Dataset) -> Replay | None:
-    """
-    Return what makes the general rows that `replay` asks for, checked; None without `replay`.
-
-    Raises:
-        ValueError: stages read the rows with different chat templates, or give no experts to general rows.
-    """
+    """Return what makes the general rows that `replay` asks for, checked; None without `replay`."""
     asked, tokenizer = options.replay, options.tokenizer
     if asked is None or asked.replay == 0:
         if asked is not None and asked.replay_file is not None:
@@ -241,12 +236,7 @@ def _say_what_is_left_out(rows: int, trainer: Any) -> None:
 
 
 def _check_engines(options: Options, stages: Mapping[str, Any]) -> None:
-    """
-    Check the training engine and the hub.
-
-    Raises:
-        ValueError: an engine cannot train several stages one by one, or the hub cannot be pushed to.
-    """
+    """Check the training engine and the hub."""
     training, names = options.training, [args.training_stage for args in stages.values()]
     if len(stages) > 1 and training.deepspeed_plugin is not None:
         raise InputError(
@@ -265,12 +255,7 @@ def _check_engines(options: Options, stages: Mapping[str, Any]) -> None:
 
 
 def _check_best(patience: int | None, args: Any, section: str) -> None:
-    """
-    Check the settings for the best step and early stopping.
-
-    Raises:
-        ValueError: the best step may have no checkpoint, or would not be the result of early stopping.
-    """
+    """Check the settings for the best step and early stopping."""
     by_steps = args.load_best_model_at_end and args.eval_strategy == "steps"
     if by_steps and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
         raise InputError(

@@ -62,22 +62,6 @@ def init_attention_routers(
     Raises:
         ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
             do not fit, or there is no data.
-
-    Example:
-
-    ```python
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig, init_attention_routers
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(
-    ...     base,
-    ...     MoELoraConfig(
-    ...         router_type="attention", num_experts=4, task_type="CAUSAL_LM"
-    ...     ),
-    ... )
-    >>> init_attention_routers(model, [base.dummy_inputs])
-    ```
     """
     layers = _checked_layers(model, adapter_name)
     source = model if dense is None else dense

@@ -274,12 +274,7 @@ def dense_gates(
 
 
 def find_gate_init(gates: str | GateInit) -> GateInit:
-    """
-    Return the initializer for a name. An initializer is returned unchanged.
-
-    Raises:
-        ValueError: no such name.
-    """
+    """Return the initializer for a name. An initializer is returned unchanged."""
     if isinstance(gates, GateInit):
         return gates
     if gates not in GATE_INITS:

@@ -319,14 +319,6 @@ def verify_export(
 
     Raises:
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.native import export_adapter, verify_export
-    >>> folder = export_adapter("my-adapter", "moe")
-    >>> comparison = verify_export("my-adapter", folder, ["The sea is blue."])
-    ```
     """
     folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
     native = open_folder(exported, "exported", NativeFolder)

@@ -61,13 +61,6 @@ def export_gguf(
     Raises:
         ValueError: llama.cpp would compute or tokenize differently from the model. The message names the difference,
             and nothing is written.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.native import export_gguf
-    >>> file = export_gguf("my-adapter", "moe.gguf", dtype="q8_0")  # doctest: +SKIP
-    ```
     """
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
@@ -258,12 +251,7 @@ _PRE_TOKENIZERS = {
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, config: PreTrainedConfig) -> None:
-    """
-    Write the tokenizer.
-
-    Raises:
-        ValueError: there is no tokenizer, or llama.cpp has no equivalent.
-    """
+    """Write the tokenizer."""
     from gguf import TokenType
 
     check_tokenizer(tokenizer, config, name)
@@ -327,9 +315,6 @@ def _add_tokenizer(writer: Any, tokenizer: Any, name: str, generation: Path, con
 def _model_name(stem: str, tokenizer: Any, name: str) -> str:
     """
     Return the model's name. If the name contains "phi-3", llama.cpp strips spaces after all special tokens but three.
-
-    Raises:
-        ValueError: the tokenizer strips spaces beside other tokens.
     """
     tokens = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     stripped = {name for name, token in tokens.items() if token.rstrip}

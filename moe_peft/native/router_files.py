@@ -36,21 +36,6 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
 
     Raises:
         ValueError: the config names no routers, or the folder lacks their weights.
-
-    Example:
-
-    ```python
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import replace_routers
-    >>> from moe_peft.native import load_routers, upcycle
-    >>> model = AutoModelForCausalLM.from_pretrained(
-    ...     upcycle("Qwen/Qwen3-0.6B", "moe")
-    ... )
-    >>> replace_routers(model, "mlp")
-    >>> model.save_pretrained("routed")
-    >>> model = AutoModelForCausalLM.from_pretrained("routed")
-    >>> load_routers(model, "routed")
-    ```
     """
     layers = native_layers(model, "load_routers")
     settings = getattr(text_config(model), CONFIG_FIELD, None)

@@ -84,13 +84,6 @@ class UpcycleConfig:
         dtype: dtype of the weights; None keeps the model's.
         max_shard_size: maximum size of an output file.
         seed: seed of all random numbers. The same seed gives the same bytes.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.native import UpcycleConfig
-    >>> config = UpcycleConfig(num_experts=8, top_k=2, init="drop", drop_rate=0.5)
-    ```
     """
 
     num_experts: int = setting(8, "experts per layer", _COUNT)

@@ -49,16 +49,6 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
     Raises:
         ValueError: a list has neither form, lists have different forms, the map can be read in both forms, or it looks
             like masks for two experts while there are more.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.routing import read_expert_map
-    >>> read_expert_map(
-    ...     {"math": [1, 1, 0, 0], "code": [0, 0, 1, 1]}, 4, "expert_map"
-    ... )
-    {'math': [0, 1], 'code': [2, 3]}
-    ```
     """
     if not isinstance(expert_map, Mapping) or not expert_map:
         raise InputError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")

@@ -36,16 +36,6 @@ def top_k_gates(
 
     Returns:
         gates [T, k] (differentiable) and expert indices, int64 [T, k], the best first.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import top_k_gates
-    >>> gates, experts = top_k_gates(torch.tensor([[0.0, 2.0, 1.0]]), 2)
-    >>> experts.tolist()
-    [[1, 2]]
-    ```
     """
     check_top_k(logits_TN, k)
     if bias_N is not None:
@@ -85,12 +75,7 @@ def _normalized(gates_TK: torch.Tensor) -> torch.Tensor:
 
 
 def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
-    """
-    Check the number of experts per token.
-
-    Raises:
-        ValueError: k is not from 1 to n.
-    """
+    """Check the number of experts per token."""
     n = logits_TN.shape[-1]
     if not 1 <= k <= n:
         raise ValueError(f"top_k={k}: use 1 to the number of experts, {n}")
@@ -106,14 +91,6 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
 
     Returns:
         gates and expert indices, each [T, 1].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import switch_gates
-    >>> gates, experts = switch_gates(torch.randn(5, 4), capacity=2)
-    ```
     """
     gates_T1, experts_T1 = _top_probabilities(logits_TN, 1)
     if capacity is not None:
@@ -137,14 +114,6 @@ def sigmoid_gates(
 
     Returns:
         gates and expert indices, each [T, k].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import sigmoid_gates
-    >>> gates, experts = sigmoid_gates(torch.randn(5, 4), 2)
-    ```
     """
     check_top_k(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
@@ -169,14 +138,6 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
 
     Returns:
         gates and expert indices, each [T, k].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import top_p_gates
-    >>> gates, experts = top_p_gates(torch.randn(5, 4), 3, True, 0.8)
-    ```
     """
     check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
@@ -198,14 +159,6 @@ def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) 
 
     Returns:
         gates and expert indices, each [T, k].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import threshold_gates
-    >>> gates, experts = threshold_gates(torch.randn(5, 4), 3, True, 0.25)
-    ```
     """
     check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
@@ -368,15 +321,6 @@ def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
 
     Returns:
         logits [T, n].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import pad_logits
-    >>> pad_logits(torch.zeros(5, 4), 6).shape
-    torch.Size([5, 6])
-    ```
     """
     missing = n - logits_TN.shape[-1]
     if missing < 0:

@@ -49,14 +49,6 @@ def balancing_loss(
 
     Returns:
         the loss, a scalar.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import balancing_loss
-    >>> loss = balancing_loss([torch.randn(10, 4), torch.randn(10, 4)], k=2)
-    ```
     """
     mean = mean or (lambda values: values)  # of a single process
     logits_LTN = stacked(router_logits)
@@ -94,15 +86,6 @@ def z_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tens
 
     Returns:
         one loss per token, [T].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import z_losses
-    >>> z_losses([torch.randn(10, 4)]).shape
-    torch.Size([10])
-    ```
     """
     return stacked(router_logits).logsumexp(-1).square().mean(0)
 
@@ -117,16 +100,6 @@ def label_losses(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_T
 
     Returns:
         one loss per token, [T].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import label_losses
-    >>> allowed = torch.tensor([True, True, False, False]).expand(10, 4)
-    >>> label_losses([torch.randn(10, 4)], allowed).shape
-    torch.Size([10])
-    ```
     """
     logits_LTN = stacked(router_logits)
     if allowed_TN.shape != logits_LTN.shape[1:]:  # else it would be broadcast

@@ -50,13 +50,6 @@ class RouterSettings:
             for experts with fewer tokens than the mean, and shrinks by u for the others. Needs `RouterBiasCallback`,
             added by our trainers themselves. Set `router_aux_loss_coef` to 0 or a small value.
         attention_size: with `"attention"`, the width of the base's queries over all heads; adapters fill it in.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.routing import RouterSettings
-    >>> settings = RouterSettings("top_p", threshold=0.7)
-    ```
     """
 
     type: str = "linear"
@@ -198,9 +191,6 @@ class Router(nn.Module):
         Args:
             k: top_k, used to compare both on random tokens.
             normalize: normalize_top_k, used in the same way.
-
-        Raises:
-            ValueError: no linear gate with a softmax over the top k is equivalent; the message says why.
         """
         if next(self.parameters(), torch.empty(())).device.type == "mps":  # it has no float64
             return copy.deepcopy(self).cpu().fold(k, normalize)
@@ -539,15 +529,5 @@ def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) ->
 
     Returns:
         a module from hidden states [T, d] to logits [T, n].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import RouterSettings, make_router
-    >>> router = make_router(16, 4, RouterSettings("mlp"))
-    >>> router(torch.randn(10, 16)).shape
-    torch.Size([10, 4])
-    ```
     """
     return ROUTERS[settings.type](hidden_size, num_experts, settings)

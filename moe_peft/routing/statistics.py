@@ -26,16 +26,6 @@ def compliance(router_logits: Sequence[torch.Tensor] | torch.Tensor, allowed_TN:
 
     Returns:
         probabilities [L, T], of each layer and token.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import compliance
-    >>> allowed = torch.tensor([True, True, False, False]).expand(10, 4)
-    >>> compliance([torch.randn(10, 4)], allowed).shape
-    torch.Size([1, 10])
-    ```
     """
     if {logits_TN.shape for logits_TN in router_logits} != {allowed_TN.shape}:
         raise ValueError(f"compliance: allowed_TN has shape {list(allowed_TN.shape)}; give that of each layer's logits")
@@ -51,15 +41,6 @@ def entropies(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Ten
 
     Returns:
         nats [L, T], of each layer and token: 0 to log n.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import entropies
-    >>> entropies([torch.randn(10, 4)]).shape
-    torch.Size([1, 10])
-    ```
     """
     return torch.special.entr(stacked(router_logits).softmax(-1)).sum(-1)
 
@@ -76,15 +57,6 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
 
     Returns:
         float64 [n]. The sum is k times the number of tokens that count.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import expert_counts
-    >>> expert_counts(torch.tensor([[0.0, 2.0, 1.0]]), None, 2).tolist()
-    [0.0, 1.0, 1.0]
-    ```
     """
     check_top_k(logits_TN, k)
     if mask_T is not None and mask_T.shape != logits_TN.shape[:1]:
@@ -105,17 +77,6 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
 
     Returns:
         bool [T, n], or [L, T, n].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import chosen_experts
-    >>> chosen_experts(
-    ...     torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), 3
-    ... ).tolist()
-    [[True, False, True]]
-    ```
     """
     chosen_TN = torch.zeros(*experts_TK.shape[:-1], num_experts, dtype=torch.bool, device=experts_TK.device)
     kept_TK = torch.ones_like(experts_TK, dtype=torch.bool) if gates_TK is None else gates_TK != 0
@@ -132,15 +93,6 @@ def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
 
     Returns:
         float [T]; 0 for a token without experts.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import effective_experts
-    >>> effective_experts(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
-    [2.0, 1.0]
-    ```
     """
     share_TK = gates_TK.float() / gates_TK.float().sum(-1, keepdim=True)
     return share_TK.square().sum(-1).reciprocal().nan_to_num(0)
@@ -205,26 +157,6 @@ class LoadHealth:
         monopolies: layers with a load that varies by more than 0.7 of the maximum: as many experts as serve each token
             serve nearly all tokens.
         layers: number of layers with experts.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import load_health
-    >>> health = load_health(
-    ...     torch.tensor(
-    ...         [[500.0, 480.0, 510.0, 510.0], [970.0, 990.0, 25.0, 15.0]]
-    ...     ),
-    ...     [4, 4],
-    ...     1000,
-    ... )
-    >>> health.monopolies, health.dead, health.status
-    (1, 1, 'collapsed')
-    >>> print(health)
-    2 layers, load CV 0.49 (untrained gates: 0.35):
-    1 layer is a monopoly of few experts, 1 of 8 experts is dead
-
-    ```
     """
 
     variation: float
@@ -282,18 +214,6 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
 
     Returns:
         the layers' variations, with a verdict in a word or a sentence.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import load_health
-    >>> load_health(
-    ...     torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4], tokens=1000
-    ... ).status
-    'even'
-
-    ```
     """
     size_L, assigned_L = torch.tensor(sizes).double(), counts_LN.sum(1).double()
     loads = [counts_N[:n] for counts_N, n in zip(counts_LN, sizes, strict=True)]
@@ -323,15 +243,6 @@ def variation(load_N: torch.Tensor) -> float:
 
     Returns:
         0 if the load is even; at most `√(n/k - 1)`, if k experts serve every token.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from moe_peft.routing import variation
-    >>> variation(torch.tensor([0.5, 0.5, 0.0, 0.0]))
-    1.0
-    ```
     """
     load_N = load_N.double()
     return float(load_N.std(correction=0) / load_N.mean()) if load_N.any() else 0.0

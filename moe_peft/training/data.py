@@ -234,12 +234,7 @@ def _as_text(feature: Any) -> Any:
 
 
 def _check_cache() -> None:
-    """
-    Check that the cache of `datasets` is writable.
-
-    Raises:
-        ValueError: the cache cannot be written to; all rows go there.
-    """
+    """Check that the cache of `datasets` is writable."""
     cache = Path(datasets.config.HF_DATASETS_CACHE).absolute()
     parent = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -303,12 +298,7 @@ def check_has_labels(dataset: Dataset, column: str | None, field: str, section: 
 
 
 def check_label_column(column: str | None, section: str = "") -> None:
-    """
-    Check that a column can hold labels.
-
-    Raises:
-        ValueError: training changes the texts of this column, so it cannot hold labels.
-    """
+    """Check that a column can hold labels."""
     if column in ("text", "completion"):
         raise InputError(
             f"{section}label_column={column!r}: trainers add the EOS token here; copy the labels to a "
@@ -317,12 +307,7 @@ def check_label_column(column: str | None, section: str = "") -> None:
 
 
 def check_domains(dataset: Dataset, column: str | None, section: str = "") -> None:
-    """
-    Check that a label column has few enough values to be domains.
-
-    Raises:
-        ValueError: the column has too many values to hold domains.
-    """
+    """Check that a label column has few enough values to be domains."""
     count = 0 if column is None else len(dataset.unique(column))
     if count > MOST_DOMAINS:
         raise InputError(f"{section}label_column={column!r}: {count} values; name a column of domains")
@@ -380,9 +365,6 @@ def check_rows(
         tokenizer: has the chat template for conversations.
         label_column: a column that must hold a label in every row.
         other_template: a chat template to use instead of the tokenizer's.
-
-    Raises:
-        ValueError: a row is in no format that trainers accept, or the chat template leaves out a part of a message.
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
@@ -555,12 +537,7 @@ def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None
 
 
 def check_learnable(path: str, dataset: Any, args: Any) -> None:
-    """
-    Check that a prepared dataset has a token to learn.
-
-    Raises:
-        ValueError: no row of the dataset has a token to learn.
-    """
+    """Check that a prepared dataset has a token to learn."""
     if isinstance(dataset, Dataset) and not is_learnable(dataset):
         section = f"{path}: " if path else ""
         raise InputError(

@@ -119,12 +119,7 @@ def _check_wandb(section: str) -> None:
 
 
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
-    """
-    Check the keys of `gradient_checkpointing_kwargs`.
-
-    Raises:
-        ValueError: torch does not know a key, and neither transformers nor, for SFT, TRL removes it.
-    """
+    """Check the keys of `gradient_checkpointing_kwargs`."""
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
     enable = renamed or PreTrainedModel.gradient_checkpointing_enable
     names = {name for function in (checkpoint, enable) for name in inspect.signature(function).parameters}

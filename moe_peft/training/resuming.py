@@ -236,12 +236,7 @@ def _last_before_a_gap(folder: Path, fingerprint: Fingerprint, kept: set[int]) -
 
 
 def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
-    """
-    Check that a complete checkpoint belongs to this training.
-
-    Raises:
-        ValueError: a complete checkpoint belongs to another training.
-    """
+    """Check that a complete checkpoint belongs to this training."""
     difference = fingerprint_of(checkpoint).difference(fingerprint)
     if difference is not None:
         raise InputError(

@@ -62,12 +62,7 @@ class AdapterGeneration(vllm_generation.VLLMGeneration):
 
 @contextmanager
 def rollouts_of_adapters(trainer: type) -> Iterator[None]:
-    """
-    Make trainers that generate by TRL's `VLLMGeneration` use `AdapterGeneration` inside the block.
-
-    Raises:
-        ValueError: the trainer does not generate by `VLLMGeneration`.
-    """
+    """Make trainers that generate by TRL's `VLLMGeneration` use `AdapterGeneration` inside the block."""
     modules = (sys.modules[base.__module__] for base in trainer.__mro__)
     module = next((module for module in modules if hasattr(module, "VLLMGeneration")), None)
     if module is None:

@@ -43,30 +43,6 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
 
     Raises:
         ValueError: no active router has biases.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig, router_bias_updates
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> config = MoELoraConfig(
-    ...     router_bias_update_rate=0.001,
-    ...     router_aux_loss_coef=0,
-    ...     task_type="CAUSAL_LM",
-    ... )
-    >>> model = get_peft_model(base, config)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> ids = torch.tensor([[3, 4, 5, 6]])
-    >>> with router_bias_updates(model) as update:
-    ...     for step in range(2):
-    ...         model(input_ids=ids, labels=ids).loss.backward()
-    ...         optimizer.step()
-    ...         optimizer.zero_grad()
-    ...         update()
-    ```
     """
     if not has_biases(model):
         raise InputError("router_bias_updates: no router has biases; set router_bias_update_rate in MoELoraConfig")

@@ -80,18 +80,6 @@ class RouterLossConfig(_Coefficients):
 
     Raises:
         ValueError: fields contradict each other, or the stage has no loss to train its parameters.
-
-    Example:
-
-    ```python
-    >>> from dataclasses import dataclass
-    >>> from trl import RewardConfig
-    >>> from moe_peft import RouterLossConfig
-    >>> @dataclass
-    ... class MoERewardConfig(RouterLossConfig, RewardConfig):
-    ...     pass
-    >>> args = MoERewardConfig("out", router_schedule="three_phase", use_cpu=True)
-    ```
     """
 
     router_balancing: Scope | None = field(

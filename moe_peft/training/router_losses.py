@@ -123,13 +123,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._step_label_tokens: torch.Tensor | None = None  # step tokens with a label loss
 
     def _check_rate(self) -> None:
-        """
-        Check that the routers' learning rate can be applied.
-
-        Raises:
-            ValueError: the optimizer or the schedule is not created here, so it would not have the routers' learning
-                rate.
-        """
+        """Check that the routers' learning rate can be applied."""
         if (rate := self.args.router_learning_rate) is None:
             return
         plugin, field = self.accelerator.state.deepspeed_plugin, f"router_learning_rate={rate!r}"  # type: ignore[attr-defined]

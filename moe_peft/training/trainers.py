@@ -45,18 +45,6 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     Raises:
         ValueError: fields contradict each other.
-
-    Example:
-
-    ```python
-    >>> from moe_peft import MoESFTConfig
-    >>> args = MoESFTConfig(
-    ...     "out",
-    ...     label_column="domain",
-    ...     expert_map={"a": [0, 1], "b": [2], "c": [3]},
-    ...     use_cpu=True,
-    ... )
-    ```
     """
 
     label_column: str | None = field(default=None, metadata={"help": "The data's label column."})
@@ -219,15 +207,6 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
 
     Args:
         router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`, and `DPOConfig` for all others.
-
-    Example:
-
-    ```python
-    >>> from moe_peft import MoEDPOConfig
-    >>> args = MoEDPOConfig(
-    ...     "out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True
-    ... )
-    ```
     """
 
 

@@ -22,12 +22,7 @@ Row = dict[str, Any]  # column → a number or a text; a missing number is left 
 
 
 def compare(folders: Sequence[str]) -> list[Row]:
-    """
-    Return a row for each folder: a run of a recipe, or a result of `moe-peft sft` or `dpo`.
-
-    Raises:
-        ValueError: a folder holds neither, or its files are damaged.
-    """
+    """Return a row for each folder: a run of a recipe, or a result of `moe-peft sft` or `dpo`."""
     rows = []
     for name in folders:
         folder, source = Path(name), f"compare={name!r}"

@@ -53,31 +53,6 @@ def expand_experts(
 
     Raises:
         ValueError: an adapter is not a LoRA, or adapters differ in rank, scaling or modules.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from peft import LoraConfig, get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft.upit import expand_experts
-    >>> config = LoraConfig(
-    ...     r=4,
-    ...     target_modules=["up_proj"],
-    ...     init_lora_weights=False,
-    ...     task_type="CAUSAL_LM",
-    ... )
-    >>> for seed in (0, 1):
-    ...     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    ...     _ = torch.manual_seed(seed)
-    ...     get_peft_model(model, config).save_pretrained(f"lora-{seed}")
-    >>> folders, descents = expand_experts(
-    ...     ["lora-0", "lora-1"], output_dir="expanded", num_experts=4
-    ... )
-    >>> len(folders), descents[0].parents
-    (4, (0, 1))
-
-    ```
     """
     folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
     adapters = [open_folder(folder, "expand_experts", LoraFolder) for folder in experts]

@@ -127,10 +127,6 @@ class UpIT:
         Returns:
             the result, with the tokenizer: `<output_dir>/adapter`, an adapter folder; in the mode "ffn"
             `<output_dir>/model`, a native MoE.
-
-        Raises:
-            ValueError: the recipe, its base model and its data do not fit together. Where possible, it is raised before
-                anything is written. Or a done stage has changed, and `redo` is not set.
         """
         self.join_processes()
         self.check()
@@ -171,9 +167,6 @@ class UpIT:
         Args:
             weights: whether to check the base's weights, too. A plan does not need them.
             overrides: see `join_processes`.
-
-        Raises:
-            ValueError: the recipe, its base, its data and its folders do not fit together.
         """
         self.context.check_data({path: field for field, path in (stage.template for stage in self.trainer_stages)})
         for stage in self.stages:

@@ -70,33 +70,6 @@ def post_train(
     Returns:
         the training's log and checkpoints. Its last record of training steps has `load_warning`, a warning about the
         load of the experts (`moe_peft.routing.LoadHealth`), or "" if there is none.
-
-    Example:
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-    >>> from moe_peft import MoELoraConfig, MoESFTConfig
-    >>> from moe_peft.upit import post_train
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(
-    ...     base, MoELoraConfig(num_experts=4, top_k=2, r=4, task_type="CAUSAL_LM")
-    ... )
-    >>> data = load_dataset("json", data_files="train.jsonl", split="train")
-    >>> args = MoESFTConfig(
-    ...     "post_train/state",
-    ...     max_steps=2,
-    ...     bf16=False,
-    ...     use_cpu=True,
-    ...     report_to="none",
-    ... )
-    >>> trained = post_train(model, data, args, tokenizer, output_dir="adapter")
-    >>> trained.metrics()["steps"]
-    2
-
-    ```
     """
     routers = router_parameters(model)
     unfreeze_stage(model, routers)  # now, or the trainer would do it

@@ -126,33 +126,6 @@ def prepare_experts(
     Raises:
         ValueError: there are more checkpoints than steps or more experts than checkpoints to choose from, or the LoRA
             trains more than linear layers.
-
-    Example:
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from peft import LoraConfig
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-    >>> from trl import SFTConfig
-    >>> from moe_peft.upit import prepare_experts
-    >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> data = load_dataset("json", data_files="train.jsonl", split="train")
-    >>> args = SFTConfig(
-    ...     "prepare/state", max_steps=4, bf16=False, use_cpu=True, report_to="none"
-    ... )
-    >>> lora = LoraConfig(
-    ...     r=4,
-    ...     target_modules=["gate_proj", "up_proj", "down_proj"],
-    ...     task_type="CAUSAL_LM",
-    ... )
-    >>> prepared = prepare_experts(
-    ...     model, data, args, lora, tokenizer, output_dir="prepare", num_experts=2
-    ... )
-    >>> prepared.steps
-    [3, 4]
-
-    ```
     """
     output_dir = Path(output_dir)
     set_seed(args.seed)

@@ -316,25 +316,6 @@ class Recipe(Settings):
     """
     A complete run, as written in a YAML file; see `load_recipe`. By default, stage 1 has the seed `seed`, stage 2
     `seed + 1`, and so on.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.upit import recipe_from_dict
-    >>> data = {"train": "train.jsonl", "label_column": "domain"}
-    >>> recipe = recipe_from_dict(
-    ...     {
-    ...         "output_dir": "upit",
-    ...         "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
-    ...         "data": data,
-    ...     }
-    ... )
-    >>> recipe.num_experts, recipe.router_init.buckets
-    (8, 'perplexity')
-    >>> recipe.moe_config().top_k
-    2
-
-    ```
     """
 
     foreign = FOREIGN_TO_RECIPES
@@ -619,23 +600,6 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
 
     Raises:
         ValueError: an unknown key or a wrong value; the message is one line.
-
-    Example:
-
-    ```python
-    >>> from moe_peft.upit import recipe_from_dict
-    >>> settings = {
-    ...     "output_dir": "upit",
-    ...     "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
-    ...     "data": {"train": "train.jsonl"},
-    ...     "mode": "ffn",
-    ...     "num_experts": 4,
-    ...     "moe": {"top_k": 2},
-    ... }
-    >>> recipe_from_dict(settings).upcycle_config().num_experts
-    4
-
-    ```
     """
     plugins = settings.get("plugins", [])
     if isinstance(plugins, list):

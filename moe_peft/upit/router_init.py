@@ -228,43 +228,6 @@ def init_routers(
     Returns:
         the experts' folders, the routers' weights, the buckets and the logs. An expert without examples stays
         unchanged, and its routing vectors are random.
-
-    Example:
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from peft import LoraConfig, get_peft_model
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-    >>> from trl import SFTConfig
-    >>> from moe_peft.upit import init_routers
-    >>> def base(expert=None):
-    ...     return AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> config = LoraConfig(
-    ...     r=4,
-    ...     target_modules=["up_proj"],
-    ...     init_lora_weights=False,
-    ...     task_type="CAUSAL_LM",
-    ... )
-    >>> for name in ("math", "code"):
-    ...     get_peft_model(base(), config).save_pretrained(name)
-    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> seeds = load_dataset("json", data_files="train.jsonl", split="train[:4]")
-    >>> args = SFTConfig(
-    ...     "state", num_train_epochs=1, bf16=False, use_cpu=True, report_to="none"
-    ... )
-    >>> routed = init_routers(
-    ...     base,
-    ...     ["math", "code"],
-    ...     seeds,
-    ...     args,
-    ...     tokenizer,
-    ...     output_dir="routed",
-    ...     buckets="random",
-    ... )
-    >>> [len(bucket) for bucket in routed.buckets], len(routed.routers[0])
-    ([2, 2], 2)
-
-    ```
     """
     sources = [Path(expert) for expert in experts]
     targets, kind = expert_folders(Path(output_dir), len(sources)), kind_of(sources[0])

@@ -136,14 +136,7 @@ _OF_MLX = {"lora_parameters", "fine_tune_type"}  # keys of mlx-lm's adapter_conf
 
 
 def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
-    """
-    Check that this version knows all fields of an adapter's config.
-
-    Raises:
-        ValueError: an unknown field is set; PEFT would drop it with a warning. New features of PEFT are turned on by
-            true, a list, or a mapping called `…_config`. In a LoRA's config, other unknown fields pass: numbers and
-            texts, and, with a warning, other programs' mappings.
-    """
+    """Check that this version knows all fields of an adapter's config."""
     supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])}
     program = "moe-peft-hf" if kind == "MOE_LORA" else f"PEFT ({peft.__version__})"
     for name, value in saved.items():
@@ -161,12 +154,7 @@ def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
 
 
 def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
-    """
-    Check the sizes in an adapter's config.
-
-    Raises:
-        ValueError: a size in an adapter's config is not a number above 0, or would take all memory.
-    """
+    """Check the sizes in an adapter's config."""
     counts = ("r", "init_r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
     sizes = {name: saved[name] for name in counts if name in saved}
     if sizes.get("lora_alpha", 1) is None and saved.get("peft_type") == "MOE_LORA":
@@ -238,12 +226,7 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
 
 
 def check_causal(config: PreTrainedConfig, source: object) -> None:
-    """
-    Check that a model is a causal language model.
-
-    Raises:
-        ValueError: transformers has no causal language model of this type.
-    """
+    """Check that a model is a causal language model."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{source}: is a {config.model_type!r} model, which is no causal language model; name one")
 
@@ -272,12 +255,7 @@ def without_zero3() -> Iterator[None]:
 
 
 def read_tokenizer(name: str | os.PathLike, source: object, revision: str | None = None) -> Any:
-    """
-    Read a tokenizer.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """Read a tokenizer."""
     with reading(f"{source}: no tokenizer", "save the model's tokenizer in its folder"):
         return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main", **NO_CODE)
 
@@ -343,12 +321,7 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
 
 
 def _check_counts(values: Mapping[str, Any], source: object) -> None:
-    """
-    Check the numbers of layers and experts in a model's config.
-
-    Raises:
-        ValueError: a model's config has so many layers or experts that listing them would take for ever.
-    """
+    """Check the numbers of layers and experts in a model's config."""
     for name, value in values.items():
         most = LARGEST_SIZE if name in EXPERT_COUNTS else _MOST_LAYERS if "layer" in name else None
         if isinstance(value, dict):
@@ -358,12 +331,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 
 def _check_experts(config: PreTrainedConfig, source: object) -> None:
-    """
-    Check the number of experts per token in a native MoE's config.
-
-    Raises:
-        ValueError: a token has no experts, or more experts than there are.
-    """
+    """Check the number of experts per token in a native MoE's config."""
     config = config.get_text_config()
     k = getattr(config, "num_experts_per_tok", None)
     n = next((n for name in EXPERT_COUNTS if (n := getattr(config, name, None)) is not None), None)
@@ -391,12 +359,7 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object) -> None:
-    """
-    Check the weights of a model loaded by transformers.
-
-    Raises:
-        ValueError: weights were missing, have another shape, or are not finite.
-    """
+    """Check the weights of a model loaded by transformers."""
     for key, shape, expected in sorted(info["mismatched_keys"]):
         raise InputError(
             f"{source}: {key} is {list(shape)}, its config says {list(expected)}; use the config it was saved with"

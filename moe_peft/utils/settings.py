@@ -108,9 +108,6 @@ def check_patterns(settings: Mapping[str, Any], source: str) -> None:
 
     Args:
         source: begins the message.
-
-    Raises:
-        ValueError: a setting is not made of texts, is not a regex, or may take forever to match.
     """
     for name in (*_NAMES, *PATTERNS):
         value = settings.get(name)

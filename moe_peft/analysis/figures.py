@@ -23,12 +23,6 @@ _METADATA = {
 }
 SUFFIXES = tuple(_METADATA)
 
-# Method of a recipe → its usual name.
-_NAMES = {
-    "lora": "LoRA", "sft": "SFT", "loramoe_pt": "LoRAMoE-PT", "loramoe_sft": "LoRAMoE-SFT", "upcycle_pt": "Upcycle-PT",
-    "upcycle_sft": "Upcycle-SFT", "pesc": "PESC", "self_moe": "Self-MoE", "upit": "UpIT",
-    "mean": "mean of the checkpoints",
-}  # fmt: skip
 # Color → methods with this color in all figures. Color-blind people can tell Okabe and Ito's colors apart.
 _COLORS = {
     "#8c8c8c": ("base", "dense"),
@@ -41,11 +35,6 @@ _COLORS = {
     "#7a6a00": ("mean of the checkpoints", "mean of the adapters", "mean of four LoRAs", "mean of the LoRAs"),
     "#333333": ("each its own LoRA", "its own LoRA for each row"),
 }
-
-
-def method_name(method: str) -> str:
-    """Return the usual name of a recipe's method."""
-    return _NAMES.get(method, method)
 
 
 def method_color(name: str) -> str | None:

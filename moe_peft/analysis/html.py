@@ -19,7 +19,7 @@ from ..models.model_size import ModelSize
 from ..routing.statistics import LoadHealth
 from ..utils.expert_likeness import likeness
 from ..utils.model_card import last_part
-from .figures import DPI, plot_bars, telling_layer
+from .figures import DPI, telling_layer
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
 from .texts import MOST_TOKENS, PaintedTexts
@@ -141,7 +141,7 @@ def write_html(
         f"Each token goes to {k} of {n} experts, which a router chooses, in each of {len(statistics.sizes)} layers."
     )
     names = about.get("expert_names")
-    lead = [choice, load_line(health, has_map), who_serves_what(shares, names)]
+    lead = [choice, who_serves_what(shares, names)]
     facts = [
         f"Model: `{about['model']}` ({how})",
         f"Size: {ModelSize(**about['size'])}",
@@ -180,26 +180,6 @@ def numbering(routers: Sequence[str]) -> list[str]:
     return [f"Layers are counted by router: {', '.join([*shown[:3], '…', shown[-1]] if len(shown) > 4 else shown)}"]
 
 
-def load_line(health: LoadHealth, wanted: bool = False) -> str:
-    """
-    Return a complete sentence about how evenly experts are used.
-
-    Args:
-        wanted: whether an expert map asks for uneven loads.
-    """
-    idle = f"{health.dead} of {health.experts} experts {'are' if health.dead > 1 else 'is'} idle"
-    idle = idle if health.dead else "no expert is idle"
-    if wanted and health.status in ("uneven", "collapsed"):
-        return f"Routing is uneven, as expected with an expert map; {idle}."
-    return {
-        "even": f"Routing is about as even as with untrained routers; {idle}.",
-        "uneven": f"Routing is uneven; {idle}.",
-        "collapsed": f"Routing has collapsed: few experts do nearly all the work in {health.monopolies} of "
-        f"{health.layers} layers; {idle}.",
-        "unknown": "These are too few tokens to tell whether routing is even.",
-    }[health.status]
-
-
 def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | None = None) -> str:
     """
     Return a sentence about experts that serve mostly one domain, in the layer with the largest differences between
@@ -230,19 +210,6 @@ def who_serves_what(shares: Mapping[str, torch.Tensor], names: Sequence[str] | N
     return f"In layer {layer}, where domains differ most, {'; '.join(parts)}."
 
 
-def losses_line(losses: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a sentence with the number of domains where the last of the models is better than the first."""
-    (base, before), *_, (last, after) = losses.items()
-    domains = [domain for domain in after if domain != "mean"]
-    better = sum(after[domain] < before[domain] for domain in domains)
-    share = "all" if better == len(domains) else f"{better} of"
-    where = f" in {share} {len(domains)} domains" if better and len(domains) > 1 else ""
-    others = ", ".join(f"{name} {of['mean']:.2f}" for name, of in losses.items() if name != last)
-    return (
-        f"{'B' if better else 'Not b'}etter than the {base}{where}: mean held-out loss {after['mean']:.2f} ({others})."
-    )
-
-
 def load_section(health: LoadHealth, wanted: bool = False, mixed: bool = False) -> Section:
     """
     Return a section about how evenly the experts are used.
@@ -256,14 +223,9 @@ def load_section(health: LoadHealth, wanted: bool = False, mixed: bool = False) 
         "divided by the mean, is 0 if all get the same. Untrained routers are uneven, too: they send similar tokens "
         "the same way."
     ]
-    if health.warning and not wanted:
-        said = health.finding if mixed else health.warning
-        return Section("Is the load healthy?", text, said, bad=health.status == "collapsed")
-    verdicts = {
-        "even": f"Yes, it is as even as that of untrained gates: {health}.",
-        "unknown": f"There are too few tokens to tell: {health}. By chance alone, CV would be {health.by_chance:.2f}.",
-    }
-    return Section("Is the load healthy?", [*text, verdicts.get(health.status, f"It is as the labels ask: {health}.")])
+    text.append(f"This model: {health}." + " Its expert map asks for an uneven load." * wanted)
+    advice = "" if wanted or mixed else health.warning
+    return Section("Is the load healthy?", text, advice, bad=bool(advice) and health.status == "collapsed")
 
 
 def shares_section(
@@ -314,26 +276,6 @@ def strongest(
 
 def _name(expert: int, names: Sequence[str] | None) -> str:
     return str(expert) if names is None else names[expert]
-
-
-def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> Section:
-    """
-    Return a section with held-out losses by model and domain, and the last model's differences from the first.
-
-    Args:
-        losses: model → domain → loss; the first is the base.
-        figure: file to draw the losses into.
-    """
-    plot_bars(losses, figure, "Held-out loss per token (lower is better)")
-    (base, before), *_, (last, after) = losses.items()
-    rows = [[d, *(f"{of[d]:.3f}" for of in losses.values()), f"{after[d] - before[d]:+.3f}"] for d in after]
-    return Section(
-        "Losses on held-out data",
-        ["The mean loss per token on data that were not trained on. Lower is better: a negative difference is a gain."],
-        header=["domain", *losses, f"{last} − {base}"],
-        rows=rows,
-        figure=figure,
-    )
 
 
 def _texts(texts: PaintedTexts) -> Section:

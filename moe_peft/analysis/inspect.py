@@ -122,9 +122,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
     # The health of the load.
     warning = statistics.warning()
-    if warning and about["mixed"]:  # its gates are not trained, so there is no advice
-        warning = statistics.health().finding
-    style = "yellow" if warning else None
-    console.print(f"load: {warning or statistics.health()}", style=style, highlight=False, soft_wrap=True)
+    said = statistics.health() if about["mixed"] else warning or statistics.health()  # no advice on untrained gates
+    console.print(f"load: {said}", style="yellow" if warning else None, highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)

@@ -183,24 +183,14 @@ class LoadHealth:
 
     @property
     def warning(self) -> str:
-        """Finding and remedy in one line; empty if nothing is wrong."""
-        return f"{self.finding}. Try this: {REMEDY}" if self.finding else ""
-
-    @property
-    def finding(self) -> str:
-        """Status and fault in one line; empty if nothing is wrong."""
-        status = self.status
-        return f"{status}: {self}" if status in ("uneven", "collapsed") else ""
+        """Status, numbers and a remedy in one line; empty if nothing is wrong."""
+        return f"{self}. Try this: {REMEDY}" if self.status in ("uneven", "collapsed") else ""
 
     def __str__(self) -> str:
-        text = f"{_count(self.layers, 'layer')}, load CV {self.variation:.2f} (untrained gates: {self.untrained:.2f})"
-        faults = []
-        if self.monopolies:
-            several = "are monopolies" if self.monopolies > 1 else "is a monopoly"
-            faults.append(f"{_count(self.monopolies, 'layer')} {several} of few experts")
-        if self.dead:
-            faults.append(f"{self.dead} of {self.experts} experts {'are' if self.dead > 1 else 'is'} dead")
-        return f"{text}: {', '.join(faults)}" if faults else text
+        return (
+            f"{self.status}, CV {self.variation:.2f} (untrained gates: {self.untrained:.2f}), monopolies: "
+            f"{self.monopolies} of {self.layers} layers, dead: {self.dead} of {self.experts} experts"
+        )
 
 
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) -> LoadHealth:
@@ -246,7 +236,3 @@ def variation(load_N: torch.Tensor) -> float:
     """
     load_N = load_N.double()
     return float(load_N.std(correction=0) / load_N.mean()) if load_N.any() else 0.0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -18,26 +18,15 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from ..analysis.figures import method_name, plot_shares
-from ..analysis.html import (
-    load_line,
-    load_section,
-    losses_line,
-    losses_section,
-    shares_section,
-    who_serves_what,
-    write_page,
-)
 from ..analysis.recorder import RoutingStatistics, record_routing
 from ..models.layer import routed_layers
 from ..models.model_size import model_size
 from ..models.steering import allow_experts
 from ..routing.expert_map import in_order, label_text
 from ..routing.statistics import LoadHealth
-from ..training.data import check_domains, rows_of_labels, source_name
+from ..training.data import check_domains, rows_of_labels
 from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, mean_loss
-from ..utils.model_card import last_part
 from .recipe import Recipe
 from .stages import TrainerStage
 
@@ -176,8 +165,6 @@ class Evaluate(TrainerStage):
             base,
             self.label_mask,
         )
-        if args.should_save:
-            self._write_page(measured, folder)
         shares = {domain: share.tolist() for domain, share in measured.shares.items()}
         health = None if self._labels_route else measured.health
         warning = health.warning if health else ""
@@ -187,18 +174,3 @@ class Evaluate(TrainerStage):
     def _labels_route(self) -> bool:
         """True if an expert map asks for uneven loads."""
         return self.recipe.expert_map is not None
-
-    def _write_page(self, measured: Evaluation, folder: Path) -> None:
-        """
-        Write `losses.png`, `routing.png` and `report.html`, with the result's losses, the base's, and the routing.
-        """
-        r, base = self.recipe, last_part(self.recipe.model.name_or_path)
-        title, shares, health = f"{method_name(r.method)} on {base}", measured.shares, measured.health
-        losses = dict(zip(("base", method_name(r.method)), measured.losses.values(), strict=True))
-        lead, sections = [losses_line(losses)], [losses_section(losses, folder / "losses.png")]
-        if health is not None:
-            plot_shares(shares, folder / "routing.png", f"{title}: where each domain's tokens go", r.expert_map)
-            lead += [load_line(health, self._labels_route), who_serves_what(shares)]
-            sections += [shares_section(shares, folder / "routing.png"), load_section(health, self._labels_route)]
-        facts = [f"Base: `{r.model.name_or_path}`", f"Held-out data: `{source_name(r.data.eval)}`"]
-        write_page(folder / "report.html", title, list(filter(None, lead)), sections, facts)

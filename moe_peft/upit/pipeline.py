@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,6 @@ from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, reading, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
 from ..utils.messages import InputError
-from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from .context import RunContext
 from .dense_experts import DenseStageKind
@@ -36,8 +34,6 @@ from .lora_experts import LoraStageKind
 from .recipe import Recipe
 from .stage_cache import MANIFEST, Artifacts, Stage, is_run, keep_own_files, outlook, run_stage
 from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
-
-_FIGURE = "routing.png"
 
 
 @dataclass
@@ -209,12 +205,8 @@ class UpIT:
         if before.get("stages") != manifest["stages"] or _weights(self.result) != before.get("result"):
             with atomic_write(self.result) as partial:
                 link_folder(self._trained, partial)
-                figure = self.root / "evaluate" / _FIGURE
-                if "evaluate" in self.records and figure.is_file():  # for the model card: a figure of the routing
-                    shutil.copy(figure, partial / _FIGURE)
-                    write_model_card(partial)
                 if before:
-                    keep_own_files(self.result, partial, {*before["written"], "README.md", _FIGURE})
+                    keep_own_files(self.result, partial, {*before["written"], "README.md"})
         manifest |= {"result": _weights(self.result), "seconds": self._seconds(before)}
         write_json(self.root / MANIFEST, manifest)
 

@@ -28,7 +28,7 @@ logger = logging.getLogger("moe_peft")
 
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _TEMPLATE = Path(__file__).with_suffix(".md")
-_FIGURES = ("routing.png", "load.png", "routing/load.png")
+_FIGURES = ("load.png", "routing/load.png")
 # PEFT's task type → its class, and the hub's name for the task.
 _TASKS = {
     "CAUSAL_LM": ("AutoPeftModelForCausalLM", "text-generation"),

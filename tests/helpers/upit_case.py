@@ -168,7 +168,7 @@ def _points() -> dict[str, tuple[Any, str]]:
         "writing an expert": (moe_peft.upit.files, "save_file"),
         "writing json": (moe_peft.upit.stage_cache, "write_json"),
         "marking a stage": (moe_peft.upit.stage_cache, "mark_complete"),
-        "evaluating": (moe_peft.upit.evaluate, "plot_shares"),
+        "evaluating": (moe_peft.upit.evaluate, "model_size"),
         "removing": (moe_peft.upit.stage_cache, "remove"),
         "publishing": (moe_peft.upit.pipeline, "link_folder"),
     }

@@ -66,9 +66,9 @@ def test_health_is_over_all_layers():
 def test_a_load_is_compared_with_that_of_untrained_gates(counts, k, status):
     health = load_health(torch.tensor([counts]).double(), [len(counts)], 1000.0)
     assert health.status == status
-    assert health.warning == ("" if status in ("even", "unknown") else f"{status}: {health}. Try this: {REMEDY}")
+    assert health.warning == ("" if status in ("even", "unknown") else f"{health}. Try this: {REMEDY}")
     several = load_health(torch.tensor([counts]).double().expand(30, -1), [len(counts)] * 30, 1000.0)
-    assert several.status == status and str(several).startswith(f"30 layers, load CV {variation_of(counts):.2f} ")
+    assert several.status == status and str(several).startswith(f"{status}, CV {variation_of(counts):.2f} ")
 
 
 def test_one_bad_layer_of_many_is_said_and_does_not_make_a_collapse():
@@ -76,7 +76,7 @@ def test_one_bad_layer_of_many_is_said_and_does_not_make_a_collapse():
     counts[4] = torch.tensor([995.0, 995.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0])
     health = load_health(counts, [8] * 30, 1000.0)
     assert health.status == "even" and health.warning == ""
-    assert str(health).endswith("1 layer is a monopoly of few experts, 6 of 240 experts are dead")
+    assert str(health).endswith("monopolies: 1 of 30 layers, dead: 6 of 240 experts")
     counts[5:9] = counts[4]
     assert load_health(counts, [8] * 30, 1000.0).status == "collapsed"
 

@@ -77,7 +77,7 @@ def test_result_is_a_native_moe_with_its_tokenizer(upit, case):
     history = upit.records["post_train"]["metrics"]["history"]
     assert all("aux_loss" in record for record in history if "loss" in record)
     card = (upit.root / "model" / "README.md").read_text()
-    assert "- Base model: `base`" in card and "- Training data: `train.jsonl`" in card and "](routing.png)" in card
+    assert "- Base model: `base`" in card and "- Training data: `train.jsonl`" in card
     assert not list(upit.root.rglob("state")) and not list(upit.root.glob(".*.partial"))
 
 

@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory, tokenizer):
     for name in (
         "adapter/adapter_model.safetensors",
         "router_init/buckets.json",
-        "evaluate/routing.png",
+        "evaluate/complete.json",
         "manifest.json",
     ):
         assert name in files

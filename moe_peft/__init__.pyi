@@ -12,7 +12,7 @@ from .combine.request_gate import RequestGate
 from .combine.request_texts import neutral_requests
 from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
-from .models.gates import fold_routers, pick_experts
+from .models.gates import fold_routers
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts, weigh_experts
 from .pruning.prune import prune_experts
@@ -46,7 +46,6 @@ __all__ = [
     "init_gates",
     "lora_to_moe",
     "neutral_requests",
-    "pick_experts",
     "pin_dispatch",
     "prune_experts",
     "put_expert",

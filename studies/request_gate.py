@@ -69,7 +69,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from examples.demo.smollm2 import smollm2_folder
-from moe_peft import force_experts, init_gates, lora_to_moe, pick_experts
+from moe_peft import force_experts, init_gates, lora_to_moe
 from moe_peft.adapter.router_recorder import state
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import base_passes
@@ -77,7 +77,7 @@ from moe_peft.models.layer import AdapterLayer, routed_layers
 from moe_peft.routing.routers import LinearRouter
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 
-from .exact_match import Answer, answers, by_task
+from .exact_match import Answer, answers, by_task, pick_experts
 from .growing import TASKS as DOMAINS
 from .growing import _read as read_domains
 from .runs import DEVICE, Ledger, arguments, parser, score_answers_only, start_workers, work

@@ -35,7 +35,6 @@ from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import hash_file, output_folder, reading, refused_by_libraries
 from ..utils.loading import ADAPTER_WEIGHTS, adapter_weights, chat_template, without_zero3
 from ..utils.messages import InputError, one_line, refused_settings
-from ..utils.model_card import card_facts
 from ..utils.validation import prefixed
 from .arguments import Options, training_stages
 from .commands import to_run
@@ -196,7 +195,6 @@ def _train(
     if replay is not None:
         data = replay.mixed(data, model, folder / REPLAY)
     start = {} if options.run.adapter is None else {"adapter": hash_file(Path(options.run.adapter, ADAPTER_WEIGHTS))}
-    earlier = {} if options.run.adapter is None else card_facts(options.run.adapter)
     for path, args in stages.items():
         PartialState().print(f"{f'{path}: ' if path else ''}learning_rate={args.learning_rate:g}", flush=True)
         set_seed(args.seed)  # for the adapter's initial values
@@ -207,11 +205,9 @@ def _train(
                     peft_config=config,
                 )  # fmt: skip
             _say_what_is_left_out(len(data), trainer)
-            trainer.earlier = earlier
             if (patience := options.run.early_stopping_patience) is not None:
                 trainer.add_callback(EarlyStoppingCallback(patience))
             start = {"stage before": train(trainer, keep=None, **start).result}
-        earlier = {**earlier, "training": trainer.training_facts()}
         model, config = trainer.model, None
         # Remove DPO's reference copy of the adapter. The next stage makes a new copy at its start.
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled

@@ -1,12 +1,9 @@
-"""
-Operations on all gates of a model: set them to given weights, to equivalent linear gates, or to 1/n for a while, and
-ask them for the expert of a text.
-"""
+"""Operations on all gates of a model: set them to given weights, to equivalent linear gates, or to 1/n for a while."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any, Literal, cast
@@ -17,7 +14,7 @@ from torch import nn
 from ..adapter.router_outputs import sync_config
 from ..routing.routers import RouterSettings
 from ..utils.messages import InputError
-from .introspection import base_passes, counted_tokens, text_config
+from .introspection import text_config
 from .layer import AdapterLayer, adapter_layers, native_layers, routed_layers
 
 # Fields of a native MoE's config while routers replace its gates: the routers' settings, and the gates' own top_k and
@@ -123,47 +120,3 @@ def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | No
 def _sync_configs(model: nn.Module) -> None:
     for module in model.modules():
         sync_config(module, getattr(module, "peft_config", {}))
-
-
-@torch.no_grad()
-def pick_experts(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """
-    Return one expert of a mixture for each text: the expert with the largest gate of a softmax, averaged over the
-    text's tokens and over routers. The routers see the base's hidden states, from one pass of the base over the texts.
-    This works for trained gates and for gates set by `init_gates`. `moe_peft.RequestGate` is made for such requests.
-
-    Args:
-        batch: `input_ids` and `attention_mask`, [B, S]. Only some tokens count: the tokens marked by `counted` [B, S]
-            or, without it, the tokens with label -100 in `labels` (other tokens are an answer). In a text without such
-            tokens, all count.
-
-    Returns:
-        Experts, int64 [B], on the CPU.
-
-    Example:
-
-    ```python
-    >>> from peft import AutoPeftModelForCausalLM
-    >>> from transformers import AutoTokenizer
-    >>> from moe_peft import force_experts, pick_experts
-    >>> model = AutoPeftModelForCausalLM.from_pretrained("my-adapter")
-    >>> tokenizer = AutoTokenizer.from_pretrained("my-adapter")
-    >>> prompt = tokenizer("def fibonacci(n):", return_tensors="pt")
-    >>> expert = int(pick_experts(model, prompt))
-    >>> with force_experts(model, expert):
-    ...     answer = model.generate(**prompt, max_new_tokens=2)
-    ```
-    """
-    layers = adapter_layers(model, None, "pick_experts")
-    n = max(layer.num_experts for layer in layers)
-    scores_BN = torch.zeros(len(batch["input_ids"]), n, dtype=torch.float64)
-
-    def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
-        counted_BS = counted_tokens(batch, mask_BS)
-        logits_TN = layers[i].router(x_BSD.reshape(-1, x_BSD.shape[-1]))  # some models flatten tokens themselves
-        gates_BSN = logits_TN.float().softmax(-1).view(*mask_BS.shape, -1)
-        sum_BN = torch.einsum("bs,bsn->bn", counted_BS.to(gates_BSN), gates_BSN)
-        scores_BN[:, : gates_BSN.shape[-1]] += (sum_BN / counted_BS.sum(1, keepdim=True)).cpu()
-
-    base_passes(model, [batch], [layer.module for layer in layers], add)
-    return scores_BN.argmax(1)

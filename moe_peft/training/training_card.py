@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from .schedule import schedule_name
 class ModelCardMixin(FiniteWeightsMixin):
     """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
 
-    earlier: Mapping[str, Sequence[str]] = {}  # `card_facts` of the model that this training begins with
     _best_step: int | None = None  # step of the model's weights, if not the last step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -61,23 +60,21 @@ class ModelCardMixin(FiniteWeightsMixin):
             folder,
             base=None if isinstance(model, PeftModel) else model.config._name_or_path,
             training=self.training_facts(),
-            earlier=self.earlier,
             tags=[*(getattr(base_model(model), "model_tags", None) or ()), *tags],
             repo=getattr(self, "hub_model_id", None) if is_pushed else None,
             **options,
         )
 
     def training_facts(self) -> list[str]:
-        """Return the earlier training's facts, then this training's facts once it has made a step."""
+        """Return the facts of this training, once it has made a step."""
         args, steps = self.args, self.state.global_step
         if not steps:
-            return [*self.earlier.get("training", ())]
+            return []
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         stage = getattr(args, "training_stage", "joint")
         alone = "" if stage == "joint" else f", training_stage `{stage}`"
         best = "" if self._best_step in (None, steps) else f"; its weights are of step {self._best_step:,}, the best"
         return [
-            *self.earlier.get("training", ()),
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
             f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule_name(args)}{best}",
         ]

@@ -11,9 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -28,7 +26,6 @@ logger = logging.getLogger("moe_peft")
 
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _TEMPLATE = Path(__file__).with_suffix(".md")
-_FIGURES = ("load.png", "routing/load.png")
 # PEFT's task type → its class, and the hub's name for the task.
 _TASKS = {
     "CAUSAL_LM": ("AutoPeftModelForCausalLM", "text-generation"),
@@ -51,7 +48,6 @@ def write_model_card(
     made: str | None = None,
     training: Iterable[str] = (),
     datasets: Iterable[str] = (),
-    earlier: Mapping[str, Sequence[str]] | None = None,
     tags: Iterable[str] = (),
     title: str | None = None,
     repo: str | None = None,
@@ -73,7 +69,6 @@ def write_model_card(
         made: how it was made, in a few words.
         training: facts about its training, one line each.
         datasets: names of the training data. Names that can be on the hub go into the metadata.
-        earlier: `card_facts` of the model that the training began with: how it was made, and its data.
         tags: further tags.
         title: the heading; None: the kind of model and its base model.
         repo: its name on the hub, for the code that loads it.
@@ -119,7 +114,7 @@ def write_model_card(
 
     # Keep facts from the previous card unless they are overridden.
     mark = None if old is None else _MARK.match(old.text)
-    former, earlier = _facts(mark), earlier or {}
+    former = _facts(mark)
     facts = {
         "base": [f"Base model: {', '.join(map(_link, bases))}"] if bases else [],
         "made": [f"Made by {made}"] if made else [],
@@ -128,8 +123,6 @@ def write_model_card(
         "datasets": list(filter(_is_repo, datasets)),
     }
     facts = {subject: lines or former.get(subject, []) for subject, lines in facts.items()}
-    for subject in ("made", "data", "datasets"):
-        facts[subject] = list(dict.fromkeys([*earlier.get(subject, []), *facts[subject]]))
 
     # Metadata: from the previous card, this package and the base model. The hub refuses local paths there.
     data = ModelCardData() if old is None else old.data
@@ -170,12 +163,6 @@ def write_model_card(
             generates=saved_tokenizer or (task == "text-generation" and adapter and bases),
             chat=(place / "chat_template.jinja").is_file(),
             num_labels=_num_labels(folder) if task in ("text-classification", "token-classification") else None,
-            figure=next((name for name in _FIGURES if (folder / name).is_file()), None),
-            versions={
-                **({"PEFT": version("peft")} if adapter else {}),
-                "moe-peft-hf": import_module("moe_peft").__version__,  # at run time: the package imports this module
-                "Transformers": version("transformers"),
-            },
         )
     with atomic_write(path) as partial:
         card.save(partial)

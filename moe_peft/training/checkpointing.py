@@ -84,8 +84,8 @@ class Fingerprint:
             "processes": args.world_size,
             "rows": len(data),
             "data": _digest_rows(data),
-            "trained parameters": digest(trained),
-            "base": digest(base_values(model)),
+            "trained parameters": hash_value(trained),
+            "base": hash_value(base_values(model)),
             **more,
         }
         return cls(json.loads(json.dumps(facts, default=str)))
@@ -140,7 +140,7 @@ def _digest_rows(data: Dataset) -> str:
     return hashed.hexdigest()[:16]
 
 
-def digest(value: Any) -> str:
+def hash_value(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

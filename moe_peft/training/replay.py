@@ -27,7 +27,7 @@ from ..utils.io import atomic_write
 from ..utils.messages import InputError
 from ..utils.settings import COUNT, Range
 from ..utils.torch_contexts import evaluating
-from .checkpointing import base_parameters, digest, first_values
+from .checkpointing import base_parameters, first_values, hash_value
 from .data import check_rows
 
 logger = logging.getLogger("moe_peft")
@@ -238,7 +238,7 @@ class Replay:
         run: Callable[[Callable[[], Any]], Any] = _run if sharded else on_main_process
         base = run(lambda: _digest_base(model))
         ends = sorted({*end_tokens(model, self.tokenizer), *self.ends})
-        keys = [digest([base, each.text, each.ids, self.limit(each), ends]) for each in asked]
+        keys = [hash_value([base, each.text, each.ids, self.limit(each), ends]) for each in asked]
         known: dict[str, str | None] = on_main_process(lambda: _read(file, {*keys}))
         order = sorted(range(len(asked)), key=lambda i: len(asked[i].ids))  # similar lengths need little padding
         batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
@@ -327,7 +327,7 @@ def _digest_base(model: Any) -> str:
     for parameter in base_parameters(model):
         with gathered([parameter]):
             values.append(first_values(parameter))
-    return digest(values)
+    return hash_value(values)
 
 
 def _read(file: Path | None, keys: set[str]) -> dict[str, str | None]:

@@ -24,9 +24,9 @@ from ..utils.messages import InputError
 from .checkpointing import (
     MARKER,
     Fingerprint,
-    digest,
     fingerprint_of,
     has_optimizer,
+    hash_value,
     is_complete,
     last_checkpoint,
     mark_complete,
@@ -143,7 +143,7 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
     history = [{name: record[name] for name in sorted(record) if name != "num_tokens"} for record in log]
     found = on_main_process(lambda: numbered_checkpoints(Path(args.output_dir)))
     best = trainer.state.best_global_step if args.load_best_model_at_end else None
-    result = digest([fingerprint.facts, trainer.state.global_step, best])
+    result = hash_value([fingerprint.facts, trainer.state.global_step, best])
     return Trained(history, {step: found[step] for step in sorted(kept)}, result, parameters)
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from accelerate import PartialState
 
-from ..training.checkpointing import MARKER, Fingerprint, digest, fingerprint_of, is_complete, mark_complete
+from ..training.checkpointing import MARKER, Fingerprint, fingerprint_of, hash_value, is_complete, mark_complete
 from ..utils.distributed import on_main_process
 from ..utils.io import read_json, remove, write_json
 from ..utils.messages import InputError
@@ -140,7 +140,7 @@ class Stage(ABC):
             **{f"model.{key}": value for key, value in model.items() if key != "name_or_path"},
             **{f"content of {name}": value for name, value in self.hashes().items()},
             **{
-                f"result of {name}": digest([record["fingerprint"], record["files"]])
+                f"result of {name}": hash_value([record["fingerprint"], record["files"]])
                 for name, record in earlier.items()
             },
         }

@@ -6,6 +6,7 @@ from .adapter.lora_extraction import expert_to_lora
 from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
+from .combine.distil import distil
 from .combine.experts import put_expert
 from .combine.regmean import regmean
 from .combine.request_gate import RequestGate
@@ -39,6 +40,7 @@ __all__ = [
     "RouterLossConfig",
     "RouterLossesMixin",
     "allow_experts",
+    "distil",
     "expert_to_lora",
     "fold_routers",
     "force_experts",

@@ -319,7 +319,7 @@ class Asked:
         batches = calibration_batches(
             Dataset.from_list(rows), self.study.tokenizer, len(rows), max_length=LONGEST, columns=["expert"]
         )
-        of_base = mock.patch.object(closed_form, "_with_lora", lambda linears, lora, device: nullcontext())
+        of_base = mock.patch.object(closed_form, "with_lora", lambda linears, lora, device: nullcontext())
         with of_base if way.name == "regmean, base inputs" else nullcontext():
             return regmean(copy.deepcopy(self.study.base), self.folders(), batches)
 

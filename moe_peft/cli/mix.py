@@ -25,6 +25,7 @@ _GROUPS = {
                 "add_to", "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
               "neutral", "right", "keep_sums", "max_length", "batch_size"),
+    "One LoRA, distilled (--into lora)": ("steps", "rank", "learning_rate", "answers", "max_new_tokens"),
 }  # fmt: skip
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 EXAMPLE = r"""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ Measure = dict[str, float]  # by label, and "mean" over labels
 _THOUGHTS = re.compile(r"\A.*?</think>\s*", re.DOTALL)  # <think> may be in the prompt, from the template
 OWN, PICKED = "each its own", "picked by its request"
 MEAN_OF_ADAPTERS, MEAN_OF_MODELS = "mean of the adapters", "mean of the models"
-MERGED = "one LoRA (RegMean)"
+MERGED, DISTILLED = "one LoRA (RegMean)", "one LoRA (distilled)"
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,14 @@ class HeldOutRows:
         label_of = {row: label for label, rows in self.by_label.items() for row in rows}
         return [label_of[row] for row in range(len(self.rows))]
 
+    def of(self, labels: Sequence[str]) -> HeldOutRows:
+        """Return the rows of some labels."""
+        kept = [row for label in labels for row in self.by_label[label]]
+        counts = [len(self.by_label[label]) for label in labels]
+        ends = list(accumulate(counts))
+        by_label = {label: range(end - n, end) for label, end, n in zip(labels, ends, counts, strict=True)}
+        return replace(self, rows=self.rows.select(kept), by_label=by_label)
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -126,6 +134,10 @@ class HeldOut:
         general: share of general requests sent to the base; None without held-out general requests.
         reached: label → share of its tokens with each expert as first choice [n], mean over layers.
         verdict: sentences with the conclusions.
+        agreement: of a distilled LoRA, label → share of its requests that are answered as by its own adapter, word for
+            word.
+        kept: of a distilled LoRA, share of general requests that are answered as by the base, word for word.
+        harm: of a distilled LoRA, loss per token of the base's answers to general requests, above the base's.
     """
 
     rows: dict[str, int]
@@ -136,6 +148,9 @@ class HeldOut:
     general: float | None
     reached: dict[str, list[float]]
     verdict: list[str]
+    agreement: dict[str, float] = field(default_factory=dict)
+    kept: float | None = None
+    harm: float | None = None
 
 
 Scored = dict[str, Answers]  # by label
@@ -253,6 +268,60 @@ def score_merged(model: Any, parts: HeldOutRows, labels: Sequence[str], others: 
     return _held_out({**others, MERGED: score(model, parts)}, parts, labels, {}, 0.0, None, {})
 
 
+def score_distilled(
+    model: Any,
+    parts: HeldOutRows,
+    labels: Sequence[str],
+    others: Mapping[str, Scored],
+    taught: HeldOutRows,
+    of_base: Scored,
+    have_gold: bool,
+) -> HeldOut:
+    """
+    Measure a distilled LoRA on held-out rows, and compare it with the other ways to answer, and with its teachers.
+
+    Args:
+        model: a model with the LoRA that learned from the adapters.
+        labels: the adapters' names.
+        others: the answers of `score_ways`.
+        taught: held-out prompts with their own teachers' answers. Those of general requests have the label `base`.
+        of_base: the base's answers to the general ones.
+        have_gold: whether `parts` have right answers, not the teachers' ones.
+    """
+    scored = {**others, DISTILLED: score(model, parts)}
+    measured = _held_out(scored, parts, labels, {}, 0.0, None, {})
+    copied = score(model, taught)
+    agreement = {label: float(answers.right.double().mean()) for label, answers in copied.items()}
+    loss, before = (mean_loss(a[BASE].losses, a[BASE].counts, "general requests") for a in (copied, of_base))
+    kept, harm = agreement.pop(BASE), loss - before
+    sentences = [
+        f"Word for word, it gives the adapters' own answers to {sum(agreement.values()) / len(agreement):.0%} of their "
+        f"held-out requests, and the base's to {kept:.0%} of {len(copied[BASE].right)} general ones. The loss of the "
+        f"base's answers changes by {harm:+.3f} per token.",
+        _advice(scored, measured)
+        if have_gold
+        else "There are no right answers: read some of its own before you take it.",
+    ]
+    return replace(measured, verdict=[*measured.verdict, *sentences], agreement=agreement, kept=kept, harm=harm)
+
+
+def _advice(scored: Mapping[str, Scored], measured: HeldOut) -> str:
+    """Say whether to take a distilled LoRA: it should be better than the base, and no worse than the adapters."""
+    by_answers = any(of_way["mean"] for of_way in measured.right.values())
+    of_ways, form = (measured.right, "{:.0%} right answers") if by_answers else (measured.losses, "a loss of {:.3f}")
+    value, of_own = (form.format(of_ways[way]["mean"]) for way in (DISTILLED, OWN))
+    behind, half_behind = _difference(scored[OWN], scored[DISTILLED], by_answers)
+    ahead, half_ahead = _difference(scored[DISTILLED], scored[BASE], by_answers)
+    if behind > half_behind:
+        return (
+            f"It is not as good as the adapters: {value}, where each has {of_own} on its own requests. Give more "
+            "prompts or steps, or pick an adapter for each request (moe-peft pick)."
+        )
+    if ahead > half_ahead:
+        return f"Take it: {value}, and {of_own} for each adapter on its own requests: no difference beyond chance."
+    return "The held-out rows cannot tell whether it is better than the base; give more (--test-examples)."
+
+
 def _held_out(
     scored: Mapping[str, Scored], parts: HeldOutRows, labels: Sequence[str], shares: dict[str, float], lost: float,
     general: float | None, reached: dict[str, list[float]],
@@ -300,7 +369,12 @@ def verdict(
     # Leave out `OWN`: in service, nobody knows each row's own expert. Of equal ways, prefer any to an expert alone.
     ways = sorted((way for way in scored if way != OWN), key=lambda way: way in labels)
     best = min(ways, key=lambda way: (-right[way]["mean"] if by_answers else 0, round(losses[way]["mean"], 4)))
-    note = {PICKED: " (moe-peft pick)", [*scored][-1]: " (this mixture)", MERGED: " (this LoRA)"}.get(best, "")
+    note = {
+        PICKED: " (moe-peft pick)",
+        [*scored][-1]: " (this mixture)",
+        MERGED: " (this LoRA)",
+        DISTILLED: " (this LoRA)",
+    }.get(best, "")
     value = f"{right[best]['mean']:.0%} right answers" if by_answers else f"a loss of {losses[best]['mean']:.3f}"
     lines = [f"Best: {shown(best, labels)}{note}, with {value}."]
     # Separate differences beyond chance from the rest.

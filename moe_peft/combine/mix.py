@@ -44,8 +44,10 @@ from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.plugins import load_function
 from ..utils.torch_contexts import free_memory
+from .distil import ANSWERED_AT_ONCE, LEARNING_RATE, RANK, ROWS_PER_STEP, Teachers, fitted, with_general
 from .experts import put_expert
 from .held_out import (
+    DISTILLED,
     MEAN_OF_ADAPTERS,
     MEAN_OF_MODELS,
     MERGED,
@@ -53,6 +55,7 @@ from .held_out import (
     PICKED,
     HeldOut,
     score,
+    score_distilled,
     score_merged,
     score_mixture,
     score_ways,
@@ -64,6 +67,7 @@ from .request_gate import FILE as REQUEST_GATE
 from .texts import CalibrationData, neutral_texts
 
 REPORT = "mix.json"
+_GATES = "gates without training: `{}`"
 logger = logging.getLogger("moe_peft")
 
 
@@ -91,7 +95,7 @@ def labels_of(settings: MixSettings) -> list[str]:
         raise InputError(f"labels={labels}: an expert has no name; give names (--labels)")
     if len(set(labels)) < len(labels):
         raise InputError(f"labels={labels}: two experts have the same name; give others (--labels)")
-    lines = (BASE, "mean", MEAN_OF_ADAPTERS, MEAN_OF_MODELS, MERGED, OWN, PICKED, f"{settings.gates} gates")
+    lines = (BASE, "mean", MEAN_OF_ADAPTERS, MEAN_OF_MODELS, MERGED, DISTILLED, OWN, PICKED, f"{settings.gates} gates")
     if taken := [label for label in labels if label in lines]:
         raise InputError(f"labels={labels}: {taken[0]!r} is a line or column of the tables; give another (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
@@ -114,7 +118,7 @@ def mix(settings: MixSettings) -> HeldOut | None:
         load_function(settings.right, "right")  # report errors in the function before reading anything
     labels = labels_of(settings)
     if settings.into == "lora":
-        return _merge_adapters(settings, labels)
+        return (_merge_adapters if settings.steps is None else _distil_adapters)(settings, labels)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
 
 
@@ -167,37 +171,97 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         if gate is not None:
             gate.base, gate.revision = absolute(base.path), base.revision
             gate.save_pretrained(folder)
-        _report(settings, labels, measured, folder, base.path)
+        _report(settings, labels, measured, folder, base.path, _GATES.format(settings.gates))
     return measured
 
 
 def _merge_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     """Write one LoRA, the least-squares merge of the adapters."""
     with new_folder(settings.output) as folder:
-        _, adapters = _opened(settings, labels)
-        for adapter in adapters:
-            for name in ("modules_to_save", "trainable_token_indices"):
-                if value := getattr(adapter.config, name):
-                    raise InputError(f"{adapter}: {name}={value!r}: into='lora' merges LoRAs on linears alone")
-        base, tokenizer = _base_and_tokenizer(adapters)
-        source = CalibrationData(settings, labels, tokenizer)
+        paths, base, source = _opened_loras(settings, labels)
         calibration, held_out = source.split()
         assert calibration is not None and held_out is not None
         parts = source.parts(held_out)
         _say_cost(calibration, held_out, labels, others=3)
         batches = source.merge_batches(calibration)
-        paths = [adapter.path for adapter in adapters]
 
         # Measure the base, each adapter alone, their mean, and each row's own adapter, in a temporary mixture.
         mixture = lora_to_moe(base.load(settings.dtype), paths, top_k=1, mixing="projection").eval()
         scored = score_ways(mixture, parts, labels)
         model = regmean(mixture.unload(), paths, batches)
-        model.peft_config["default"].revision = base.revision
         measured = score_merged(model, parts, labels, scored)
-        model.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
-        _report(settings, labels, measured, folder, base.path)
+        _write_lora(model, folder, base, source.tokenizer)
+        _report(settings, labels, measured, folder, base.path, "merged by least squares (RegMean)")
     return measured
+
+
+def _distil_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
+    """Write one LoRA, trained on the adapters' own answers. Gold answers are for its measurement alone."""
+    steps = settings.steps or 0
+    with new_folder(settings.output) as folder:
+        paths, base, source = _opened_loras(settings, labels)
+        calibration, held_out = source.split()
+        assert calibration is not None and held_out is not None
+        own, held_out_own = source.prompts(calibration), source.prompts(held_out)
+        general, held_out_general = source.general_prompts(calibration)
+        prompts, asked = with_general(own, general, settings.seed), [*held_out_own, held_out_general]
+        parts = source.parts(held_out)
+        _say_cost(calibration, held_out, labels, others=3)
+        kept = answers_file(settings)
+        logger.info(
+            "the adapters and the base answer %d prompts, and %d held-out ones, with at most %d tokens (kept in %s); "
+            "then one LoRA is trained for %d steps of %d of these answers",
+            sum(map(len, prompts)), sum(map(len, asked)), settings.max_new_tokens, kept, steps, ROWS_PER_STEP,
+        )  # fmt: skip
+
+        model = base.load(settings.dtype)
+        tokens, rows_at_once = settings.max_new_tokens, ANSWERED_AT_ONCE * settings.batch_size
+        teachers = Teachers(model, paths, source.tokenizer, tokens, rows_at_once, kept, labels)
+        rows = teachers.rows(prompts)
+        taught = source.taught_parts(teachers.rows(asked), parts)
+        have_gold = parts.have_answers
+        if not have_gold:
+            parts = taught.of(labels)
+        mixture = lora_to_moe(model, paths, top_k=1, mixing="projection").eval()
+        scored = score_ways(mixture, parts, labels)
+        model = mixture.unload()
+        of_base = score(model, taught.of([BASE]))
+        model = fitted(
+            model, teachers.loras, rows, source.tokenizer, steps, settings.rank or RANK,
+            settings.learning_rate or LEARNING_RATE, settings.batch_size, settings.seed,
+        )  # fmt: skip
+        measured = score_distilled(model, parts, labels, scored, taught, of_base, have_gold)
+        _write_lora(model, folder, base, source.tokenizer)
+        of_adapters = sum(row["expert"] < len(labels) for row in rows)
+        how = (
+            f"distilled: {steps} steps on the adapters' own answers to {of_adapters} prompts, and the base's to "
+            f"{len(rows) - of_adapters} general ones"
+        )
+        _report(settings, labels, measured, folder, base.path, how)
+    return measured
+
+
+def answers_file(settings: MixSettings) -> Path:
+    """Return the file that keeps the adapters' answers: beside the output, which is written only in the end."""
+    output = Path(settings.output).expanduser().absolute()
+    return Path(settings.answers).expanduser() if settings.answers else output.with_name(f"{output.name}.answers.jsonl")
+
+
+def _opened_loras(settings: MixSettings, labels: list[str]) -> tuple[list[str], WholeModel, CalibrationData]:
+    """Return the paths of the adapters that become one LoRA, their base, and the texts. Raise if they do not fit."""
+    _, adapters = _opened(settings, labels)
+    for adapter in adapters:
+        for name in ("modules_to_save", "trainable_token_indices"):
+            if value := getattr(adapter.config, name):
+                raise InputError(f"{adapter}: {name}={value!r}: into='lora' merges LoRAs on linears alone")
+    base, tokenizer = _base_and_tokenizer(adapters)
+    return [adapter.path for adapter in adapters], base, CalibrationData(settings, labels, tokenizer)
+
+
+def _write_lora(model: Any, folder: Path, base: WholeModel, tokenizer: Any) -> None:
+    model.peft_config["default"].revision = base.revision
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
 
 
 def _base_and_tokenizer(parts: Sequence[AdapterFolder]) -> tuple[WholeModel, Any]:
@@ -378,17 +442,15 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
                 free_memory()
             mixture = open_folder(folder, "output", NativeFolder).load()
             measured = score_mixture(mixture, parts, settings.gates, labels, others=scored)
-        _report(settings, labels, measured, folder, paths[0])
+        _report(settings, labels, measured, folder, paths[0], _GATES.format(settings.gates))
     return measured
 
 
-def _report(settings: MixSettings, labels: list[str], measured: HeldOut | None, folder: Path, base: str) -> None:
+def _report(
+    settings: MixSettings, labels: list[str], measured: HeldOut | None, folder: Path, base: str, how: str
+) -> None:
+    """Write `mix.json` and the model card, which says how the model was made."""
     report = {"labels": labels, **settings.model_dump(exclude={"labels", "output"})}
     write_json(folder / REPORT, report | (asdict(measured) if measured else {}))
-    how = (
-        "merged by least squares (RegMean)"
-        if settings.into == "lora"
-        else f"gates without training: `{settings.gates}`"
-    )
     made = f"`moe-peft mix`: {', '.join(f'`{label}`' for label in labels)}; {how}"
     write_model_card(folder, base=base, made=made)

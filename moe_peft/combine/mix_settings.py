@@ -8,13 +8,14 @@ from pydantic import Field, model_validator
 
 from ..utils.foreign import FOREIGN_TO_MIX
 from ..utils.messages import InputError
-from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, TextList
+from ..utils.validation import Count, Flag, Integer, Number, Seed, Settings, Text, TextList
 
 OURS = "ours"  # value of `neutral` for the built-in list
 MOST_ALONE = 8  # up to this number, each expert is measured alone on all rows and has a column in tables
 
 
 _OF_MIXTURES = {"gates", "prompts", "always", "top_k", "attention", "mixing", "keep_sums"}
+_OF_STEPS = {"rank", "learning_rate", "answers"}
 
 
 class Prompts(Settings):
@@ -38,7 +39,18 @@ class MixSettings(Settings):
     )
     into: Literal["moe", "lora"] = Field(
         "moe",
-        description="moe (default): a mixture with gates; lora: one ordinary LoRA, their least-squares merge (RegMean)",
+        description="moe (default): a mixture with gates; lora: one ordinary LoRA, their least-squares merge "
+        "(RegMean), or with --steps distilled from their answers",
+    )
+    steps: Count | None = Field(
+        None, description="with --into lora: training steps of the one LoRA, on the adapters' own answers to --data"
+    )
+    rank: Count | None = Field(None, description="with --steps: rank of the one LoRA; default: 16")
+    learning_rate: Number | None = Field(None, gt=0, description="with --steps: the highest rate; default: 0.001")
+    answers: Text | None = Field(
+        None,
+        title="FILE",
+        description="with --steps: keeps the adapters' answers for another run; default: beside the output",
     )
     gates: Text = Field("ridge", title="NAME", description="ridge, prompts, arrow, or one of a plugin's")
     labels: TextList | None = Field(
@@ -69,7 +81,7 @@ class MixSettings(Settings):
     right: Text | None = Field(
         None, title="MODULE:NAME", description="your function: is an answer right, given its row"
     )
-    max_new_tokens: Count = Field(64, description="of an answer that --right judges")
+    max_new_tokens: Count = Field(64, description="of an answer that --right judges, or --steps learns from")
     top_k: Count | None = Field(
         None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
     )
@@ -97,6 +109,10 @@ class MixSettings(Settings):
     def _check(self) -> MixSettings:
         least = 1 if self.add_to else 2
         rules: list[tuple[Any, str]] = [
+            (
+                self.steps and self.add_to,
+                f"steps={self.steps}: no adapter can join a distilled LoRA; distil all adapters again, without add_to",
+            ),
             ((self.adapters is None) == (self.models is None), "adapters, models: give one of the two"),
             (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
             (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
@@ -120,6 +136,14 @@ class MixSettings(Settings):
             (
                 self.neutral and (self.models or self.add_to),
                 "neutral: is for new mixtures of adapters; leave it out",
+            ),
+            (
+                self.steps and self.into != "lora",
+                f"steps={self.steps}: of one LoRA, which is trained; give it with into='lora'",
+            ),
+            (
+                not self.steps and self.model_fields_set & _OF_STEPS,
+                f"{', '.join(sorted(self.model_fields_set & _OF_STEPS))}: of a LoRA that is trained; give steps, too",
             ),
             (self.always and (self.models or self.add_to), "always: is for new mixtures of adapters; leave it out"),
             (

@@ -146,7 +146,7 @@ def _grams(
     """
     grams: dict[str, torch.Tensor] = {}
     tokens = 0
-    with _with_lora(linears, lora, model.device), evaluating(model), ExitStack() as hooks:
+    with with_lora(linears, lora, model.device), evaluating(model), ExitStack() as hooks:
         mask_BS = torch.empty(0)
 
         def add(module: nn.Module, args: tuple[torch.Tensor, ...], path: str) -> None:
@@ -169,7 +169,7 @@ def _grams(
 
 
 @contextmanager
-def _with_lora(linears: Mapping[str, nn.Module], lora: PlainLora | None, device: torch.device) -> Iterator[None]:
+def with_lora(linears: Mapping[str, nn.Module], lora: PlainLora | None, device: torch.device) -> Iterator[None]:
     """Add a LoRA's updates to the outputs of linears inside the block."""
     with ExitStack() as hooks:
         for path in linears.keys() & (lora.A.keys() if lora is not None else ()):

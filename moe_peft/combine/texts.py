@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import reading
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
+from .distil import Tokens, general_requests, prompt_tokens, short_prompts
 from .held_out import AnswerChecker, HeldOutRows
 from .mix_settings import OURS, MixSettings
+from .request_gate import BASE
 from .request_texts import Request, read_neutral, request_of, request_text
 
 logger = logging.getLogger("moe_peft")
@@ -184,6 +186,36 @@ class CalibrationData:
             )
         ]
 
+    def prompts(self, rows: Dataset) -> list[list[Tokens]]:
+        """Return the tokens of each expert's prompts, without their answers."""
+        prompts: list[list[Tokens]] = [[] for _ in self.labels]
+        for row in rows:
+            request = _unanswered(row)
+            if request is None:
+                raise InputError(
+                    f"steps={self.settings.steps}: rows of --data are texts, where no answer begins; give prompts and "
+                    "completions, or messages (answers are not read)"
+                )
+            prompts[row["expert"]].append(
+                prompt_tokens(self.tokenizer, request, row.get("tools"), row.get("chat_template_kwargs"))
+            )
+        return [short_prompts(of_expert, self.settings.max_length) for of_expert in prompts]
+
+    def general_prompts(self, rows: Dataset) -> tuple[list[Tokens], list[Tokens]]:
+        """Return the tokens of general requests in the form of the rows: chats or texts. The second are held out."""
+        is_chat = not isinstance(_unanswered(rows[0]), str)
+        parts = [
+            [prompt_tokens(self.tokenizer, request) for request in general_requests(texts, is_chat)]
+            for texts in neutral_texts(self.settings.neutral)
+        ]
+        return short_prompts(parts[0], self.settings.max_length), short_prompts(parts[1], self.settings.max_length)
+
+    def taught_parts(self, taught: Sequence[Mapping[str, Any]], parts: HeldOutRows) -> HeldOutRows:
+        """Return held-out prompts with the answers of their teachers: of each adapter, and of the base."""
+        of_label = rows_of_labels(row["expert"] for row in taught)
+        by_label = {label: of_label[i] for i, label in enumerate([*self.labels, BASE]) if i in of_label}
+        return HeldOutRows(Dataset.from_list([*taught]), by_label, parts.collator, self.settings.batch_size)
+
     def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
         """Return example requests for each expert: its positive prompts, or the requests of its rows."""
         if self.settings.prompts is not None:
@@ -210,6 +242,14 @@ class CalibrationData:
             raise InputError(f"right={name!r}: some held-out rows are texts, not questions with answers")
         judge = AnswerChecker(load_function(name, "right"), name, given, self.tokenizer, self.settings.max_new_tokens)
         return replace(parts, judge=judge)
+
+
+def _unanswered(row: Mapping[str, Any]) -> Request | None:
+    """Return a row's prompt without its answer. None for a text, in which nothing says where an answer begins."""
+    if row.get("prompt"):
+        return row["prompt"]
+    messages = row.get("messages")
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 def _with_answers(rows: Dataset) -> Dataset:

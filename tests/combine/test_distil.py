@@ -1,0 +1,235 @@
+"""One LoRA that learns from the answers of several: `distil`, and `mix` with `steps`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+import moe_peft.combine.distil as distilling
+from examples.demo.smollm2 import smollm2_folder
+from examples.demo.tasks import make_rows
+from moe_peft import distil
+from moe_peft.combine.mix import mix
+from moe_peft.utils.messages import InputError
+from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
+from tests.helpers.warm import kill_at, start
+
+STEPS, TOKENS = 4, 6
+ENDS = [1, 2]  # of the tokenizer, and of the model
+
+
+def of_case(case: Path, output: Path, data: Path | None = None, **changes: Any) -> Any:
+    values = {"into": "lora", "steps": STEPS, "max_new_tokens": TOKENS, "test_examples": 4, "rank": 2}
+    values |= {"data": [str(data or case / "prompts.jsonl")], "neutral": str(case / "general.txt")}
+    return settings(case, output=str(output), **values | changes)
+
+
+def write_prompts(file: Path, answer: str, chats: bool = False) -> Path:
+    """Rows of three domains, all with one answer; chats may end without any."""
+    made = []
+    for row in rows(48):
+        turns = [{"role": "user", "content": row["text"]}, {"role": "assistant", "content": answer}]
+        of_row = {"messages": turns if answer else turns[:1]}
+        of_row = of_row if chats else {"prompt": row["text"], "completion": f" {answer}"}
+        made.append({**of_row, "domain": row["domain"]})
+    file.write_text("\n".join(map(json.dumps, made)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    folder = make_case(tmp_path_factory.mktemp("distil"), tokenizer)
+    write_lora(folder / "c", folder / "base", 2, targets=["q_proj", "down_proj"], r=2)
+    write_prompts(folder / "prompts.jsonl", "w5 w9")
+    (folder / "general.txt").write_text("\n".join(f"w{i} w{i + 9} w{i + 5}" for i in range(3, 100)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(case, tmp_path_factory):
+    """An output, and what the trainer was given."""
+    out, given = tmp_path_factory.mktemp("out") / "one", {}
+    with pytest.MonkeyPatch.context() as patch:
+
+        class Seen(SFTTrainer):
+            def __init__(self, model: Any, args: Any, train_dataset: Dataset, **kwargs: Any) -> None:
+                given["rows"] = train_dataset.to_list()
+                super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+
+        patch.setattr(distilling, "SFTTrainer", Seen)
+        measured = mix(of_case(case, out))
+    return out, given["rows"], measured
+
+
+def answers_of(out: Path) -> list[dict[str, Any]]:
+    return [*map(json.loads, out.with_name(f"{out.name}.answers.jsonl").read_text().splitlines())]
+
+
+def plain(case: Path, name: str) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(case / "base").eval()
+    return base if name == "base" else PeftModel.from_pretrained(base, case / name).eval()
+
+
+def test_each_prompt_has_the_greedy_answer_of_its_own_adapter(case, made, tokenizer):
+    """As PEFT's model gives it alone, without padding. An answer that is cut has no end."""
+    lines = answers_of(made[0])
+    models = {name: plain(case, name) for name in (*DOMAINS, "base")}
+    asked = {(row["text"], row["domain"]) for row in rows(48)}
+    assert {line["by"] for line in lines} == models.keys()
+    for line in (line for line in lines if "<unk>" not in line["prompt"]):  # of our own list of general requests
+        assert line["by"] == "base" or (line["prompt"], line["by"]) in asked
+        ids = torch.tensor([tokenizer(line["prompt"])["input_ids"]])
+        expected = models[line["by"]].generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
+            eos_token_id=ENDS,
+        )  # fmt: skip
+        assert line["tokens"] == expected[0, ids.shape[1] :].tolist()
+        assert len(line["tokens"]) == TOKENS or line["tokens"][-1] in ENDS
+
+
+def test_the_rows_of_the_training_are_these_answers_and_a_fifth_is_of_the_base(case, made, tokenizer):
+    out, given, _ = made
+    teacher = {(line["prompt"], *line["tokens"]): line["by"] for line in answers_of(out)}
+    by = []
+    for row in given:
+        prompt = row["labels"].count(-100)
+        assert row["labels"] == [-100] * prompt + row["input_ids"][prompt:]
+        by.append(teacher[tokenizer.decode(row["input_ids"][:prompt]), *row["labels"][prompt:]])
+    assert {name: by.count(name) for name in by} == {"a": 8, "b": 8, "c": 8, "base": 6}  # half of 16 rows are held out
+
+
+def test_it_is_one_plain_lora_on_all_linears_of_the_adapters(case, made):
+    out, _, measured = made
+    config = PeftConfig.from_pretrained(out)
+    assert (config.peft_type, config.r) == ("LORA", 2)
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in load_file(out / "adapter_model.safetensors")}
+    assert names == {*FFN, "q_proj"}
+    assert [*measured.losses][-2:] == ["each its own", "one LoRA (distilled)"]
+    assert measured.agreement.keys() == {*DOMAINS}
+    report = json.loads((out / "mix.json").read_text())
+    assert report["kept"] == measured.kept and report["harm"] == measured.harm
+    assert f"{STEPS} steps on the adapters' own answers to 24 prompts" in (out / "README.md").read_text()
+    before = AutoModelForCausalLM.from_pretrained(case / "base")(torch.tensor([[5, 9, 50]])).logits
+    after = AutoPeftModelForCausalLM.from_pretrained(out).eval()(torch.tensor([[5, 9, 50]])).logits
+    assert not torch.equal(before, after)
+
+
+def test_gold_answers_are_for_the_measurement_alone(case, made, tmp_path):
+    """With others, the LoRA and the answers are the same to the bit, and so is a second run with them."""
+    out, _, measured = made
+    other = mix(of_case(case, tmp_path / "one", write_prompts(tmp_path / "other.jsonl", "w20 w21 w22")))
+    files = [folder / "adapter_model.safetensors" for folder in (out, tmp_path / "one")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert answers_of(out) == answers_of(tmp_path / "one")
+    assert other.agreement == measured.agreement and other.losses != measured.losses
+
+
+def killed(point: tuple[str, int], given: Any) -> None:
+    kill_at({"generate": LlamaForCausalLM, "train": Trainer}[point[0]], *point)
+    mix(given)
+
+
+@pytest.mark.parametrize("point", [("generate", 4), ("train", 1)])
+def test_a_run_that_was_killed_does_not_ask_again(point, case, made, tmp_path, monkeypatch):
+    given = of_case(case, tmp_path / "one", batch_size=1)
+    process = start(killed, point, given)
+    process.join()
+    assert process.exitcode == -9 and not (tmp_path / "one" / "mix.json").exists()
+    kept = tmp_path / "one.answers.jsonl"
+    done = len(kept.read_text().splitlines())
+    with kept.open("a") as lines:
+        lines.write('{"by": "a", "prom')  # cut while it was written
+    asked = []
+    generate = LlamaForCausalLM.generate
+    monkeypatch.setattr(
+        LlamaForCausalLM, "generate", lambda model, **kw: (asked.extend(kw["input_ids"]), generate(model, **kw))[1]
+    )
+    mix(given)
+    everything = answers_of(made[0])
+    assert 0 < done and len(asked) == len(everything) - done
+    key = {line["key"]: line["tokens"] for line in everything}
+    assert {line["key"]: line["tokens"] for line in answers_of(tmp_path / "one")} == key
+    files = [folder / "adapter_model.safetensors" for folder in (made[0], tmp_path / "one")]
+    if point[0] == "train":
+        assert not asked
+    assert load_file(files[0]).keys() == load_file(files[1]).keys()
+
+
+def test_answers_of_another_adapter_or_length_are_not_taken(case, tmp_path):
+    """A file may serve several runs, as when an adapter joins or is trained again."""
+    kept = tmp_path / "kept.jsonl"
+    mix(of_case(case, tmp_path / "one", answers=str(kept)))
+    first = len(kept.read_text().splitlines())
+    shutil.copytree(case / "d", tmp_path / "b")
+    adapters = [str(case / "a"), str(tmp_path / "b"), str(case / "c")]
+    mix(of_case(case, tmp_path / "two", answers=str(kept), adapters=adapters))
+    lines = [*map(json.loads, kept.read_text().splitlines())]
+    assert {line["by"] for line in lines[first:]} == {"b"}
+    mix(of_case(case, tmp_path / "three", answers=str(kept), max_new_tokens=TOKENS - 1))
+    lines = [*map(json.loads, kept.read_text().splitlines())][len(lines) :]
+    assert len(lines) == first and all(len(line["tokens"]) < TOKENS for line in lines)
+
+
+def test_prompts_alone_are_measured_by_the_adapters_own_answers(case, tmp_path):
+    """Chats that end with the user: each adapter alone then answers its own as itself."""
+    base = shutil.copytree(case / "base", tmp_path / "base")
+    own = AutoTokenizer.from_pretrained(base)
+    own.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{{ 'w7 ' if add_generation_prompt }}"
+    own.save_pretrained(base)
+    data = write_prompts(tmp_path / "chats.jsonl", "", chats=True)
+    measured = mix(of_case(case, tmp_path / "one", data, base=str(base)))
+    assert measured.right["each its own"]["mean"] == 1
+    right = measured.right["one LoRA (distilled)"]
+    assert right == {**measured.agreement, "mean": sum(measured.agreement.values()) / 3}
+    assert all(line["prompt"].endswith("w7") for line in answers_of(tmp_path / "one"))
+    assert any("no right answers" in sentence for sentence in measured.verdict)
+
+
+def test_empty_answers_are_left_out_with_a_count(case, tokenizer, caplog):
+    """Of an adapter that ends some of its answers at once."""
+    base = AutoModelForCausalLM.from_pretrained(case / "base").eval()
+    prompts = [row["text"] for row in rows(48)]
+    teacher = plain(case, "a")
+    first = [int(teacher(tokenizer(text, return_tensors="pt")["input_ids"]).logits[0, -1].argmax()) for text in prompts]
+    end = max({*first}, key=first.count)
+    assert 0 < first.count(end) < len(first)
+    base.generation_config.eos_token_id = end
+    asked = [prompts, prompts[:1] + [text for text, token in zip(prompts, first, strict=True) if token != end][:1]]
+    with caplog.at_level("WARNING", "moe_peft"):
+        distil(base, [case / "a", case / "b"], asked, tokenizer, ["w50 w60"], steps=1, rank=1, max_new_tokens=3)
+    assert f"{first.count(end)} of {len(prompts)} answers of {case / 'a'} are empty" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"into": "moe"}, "steps=4: of one LoRA"),
+        ({"steps": None}, "rank: of a LoRA that is trained"),
+        ({"into": "moe", "add_to": "x", "adapters": ["a"]}, "steps=4: no adapter can join a distilled LoRA"),
+        ({"add_to": "x", "adapters": ["a"]}, "steps=4: no adapter can join a distilled LoRA"),
+        (
+            {"into": "moe", "steps": None, "rank": None, "learning_rate": 0.1},
+            "learning_rate: of a LoRA that is trained",
+        ),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"data": "data.jsonl"}, "steps=4: rows of --data are texts"),
+        ({"answers": "data.jsonl"}, "answers='.*data.jsonl'"),
+        ({"answers": "none/x.jsonl"}, "answers='.*none/x.jsonl'"),
+        ({"max_length": 1}, "max_length=1"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_in_one_line(own, message, case, tmp_path):
+    own = {name: str(case / value) if name in ("data", "answers") else value for name, value in own.items()}
+    with pytest.raises(InputError, match=message) as error:
+        mix(of_case(case, tmp_path / "one", **own))
+    assert "\n" not in str(error.value) and not (tmp_path / "one").exists()

@@ -149,12 +149,8 @@ def short_prompts(prompts: Sequence[Tokens], max_length: int) -> list[Tokens]:
 
 def with_general(prompts: Sequence[list[Tokens]], general: list[Tokens], seed: int) -> list[list[Tokens]]:
     """Add general prompts to each adapter's prompts: a fifth of all, or all general prompts if there are fewer."""
-    return [*prompts, random.Random(seed).sample(general, min(len(general), _general_rows(sum(map(len, prompts)))))]
-
-
-def _general_rows(own: int) -> int:
-    """Return the number of general rows beside rows of adapters."""
-    return -(-own // (_FIFTH - 1))
+    count = -(-sum(map(len, prompts)) // (_FIFTH - 1))
+    return [*prompts, random.Random(seed).sample(general, min(len(general), count))]
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -298,12 +294,14 @@ def fitted(
 
     Args:
         loras: the teachers; the new LoRA is on all their linears.
-        rows: as `Teachers.rows` returns them. Those of the base repeat until they are a fifth of all.
+        rows: as `Teachers.rows` returns them. Each is used as often as any other of its kind, up to one time.
     """
+    rows = random.Random(seed).sample(rows, len(rows))
     own = [row for row in rows if row["expert"] < len(loras)]
     general = [row for row in rows if row["expert"] == len(loras)]
-    own += islice(cycle(general), _general_rows(len(own)))
-    data = Dataset.from_list([{"input_ids": row["input_ids"], "labels": row["labels"]} for row in own])
+    count = steps * ROWS_PER_STEP // _FIFTH if general else 0
+    used = [*islice(cycle(own), steps * ROWS_PER_STEP - count), *islice(cycle(general), count)]
+    data = Dataset.from_list([{"input_ids": row["input_ids"], "labels": row["labels"]} for row in used])
 
     set_seed(seed)
     config = LoraConfig(

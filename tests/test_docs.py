@@ -267,8 +267,10 @@ def make_inputs() -> None:
         {"messages": [{"role": "user", "content": row["text"]}, {"role": "assistant", "content": "Yes."}]}
         for row in rows
     ]
+    of_domains = [{**chat, "domain": row["domain"]} for chat, row in zip(chats, rows, strict=True)]
     Path("trl-lib/Capybara").mkdir(parents=True)
-    for file, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs), ("trl-lib/Capybara/train", chats)):
+    files = {"train": rows, "test": rows[:6], "pairs": pairs, "chats": of_domains, "trl-lib/Capybara/train": chats}
+    for file, content in files.items():
         write_rows(f"{file}.jsonl", content)
     demo_rows(Path("data"), train=16, test=4)
 

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, Trainer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 import moe_peft.combine.distil as distilling
@@ -209,6 +209,18 @@ def test_empty_answers_are_left_out_with_a_count(case, tokenizer, caplog):
     with caplog.at_level("WARNING", "moe_peft"):
         distil(base, [case / "a", case / "b"], asked, tokenizer, ["w50 w60"], steps=1, rank=1, max_new_tokens=3)
     assert f"{first.count(end)} of {len(prompts)} answers of {case / 'a'} are empty" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["4-bit", "8-bit", "bfloat16"])
+def test_the_base_may_be_quantized_or_half_precision(kind, case, tokenizer):
+    bits = {"4-bit": {"load_in_4bit": True}, "8-bit": {"load_in_8bit": True}}.get(kind)
+    config = None if bits is None else BitsAndBytesConfig(**bits)
+    dtype = torch.bfloat16 if bits is None else torch.float32
+    base = AutoModelForCausalLM.from_pretrained(case / "base", quantization_config=config, dtype=dtype)
+    prompts = [["w5 w9", "w20"], ["w50 w60", "w70"]]
+    one = distil(base, [case / "a", case / "b"], prompts, tokenizer, ["w100"], steps=2, rank=2, max_new_tokens=3)
+    updates = [value for name, value in one.named_parameters() if "lora_B" in name]
+    assert updates and all(value.isfinite().all() and value.any() for value in updates)
 
 
 @pytest.mark.parametrize(

@@ -299,3 +299,20 @@ def test_upit_as_its_paper_has_it():
         "it was no better: {:.3f}, on the other tasks {:.3f}, and {:.0f} % right (with random routers {:.3f}, {:.3f} "
         "and {:.0f} %)"
     ).format(*sixteen) in page
+
+
+def test_one_lora_out_of_several():
+    runs = {run["way"]: run for run in records("studies/results/one_lora.jsonl") if "right" in run}
+    assert all((run["set"], run["seed"]) == ("short", 10) for run in runs.values()), "say what other runs found"
+    rights = {way: 100 * run["right"]["one"].count("1") / len(run["right"]["one"]) for way, run in runs.items()}
+    harm = {way: run["none_loss"] - runs["base"]["none_loss"] for way, run in runs.items()}
+    assert round(rights["own"]) == round(rights["picked"])
+    assert (
+        f"one distilled LoRA of rank 16 has {rights['distilled']:.0f} % right, the merge {rights['regmean']:.0f} %, the "
+        f"mean of the LoRAs {rights['mean']:.0f} %, and each task's own LoRA, or the one that is picked, "
+        f"{rights['own']:.0f} %"
+    ) in text("docs/combine.md")
+    assert f"(a loss of {harm['distilled']:.2f} a token above the base's own), the merge does not" in text(
+        "docs/combine.md"
+    )
+    assert f"the merge does not ({harm['regmean']:.2f})" in text("docs/combine.md")

@@ -314,3 +314,31 @@ def test_one_lora_out_of_several():
     ) in text("docs/combine.md")
     of_general = f"(a loss of {harm['distilled']:.2f} a token above the base's own)"
     assert f"{of_general}, the merge does not ({harm['regmean']:.2f})" in text("docs/combine.md")
+
+
+def test_how_a_request_is_written():
+    runs = records("studies/results/writings.jsonl")
+
+    def share(name: str, kind: str, way: str = "now", rows: int = 240) -> str:
+        of = [r["found"][kind][0] for r in runs if (r["set"], r["way"], r["rows"]) == (name, way, rows)]
+        return f"{sum(100 * each.count('1') / len(each) for each in of) / len(of):.0f} %"
+
+    page = text("docs/serve-many.md")
+    short, domains = ([share(name, kind) for kind in ("typos", "polite", "after")] for name in ("short", "domains"))
+    rows = {
+        "as in the adapters' texts, or as sentences, in lower case or capitals": [
+            f"{share('short', 'data')} reach their adapter", share("domains", "data")
+        ],
+        "with typing errors; between polite sentences; below a document": ["; ".join(short), "; ".join(domains)],
+        "a message that refers to the one before it": [share("short", "second"), share("domains", "second")],
+        "requests about a quoted request": [f"{share('short', 'quoted')} go to the base", share("domains", "quoted")],
+        "questions that no adapter is for, of another data set": [share("short", "oos"), share("domains", "oos")],
+        "the same with a hundred such questions in `--neutral`": [
+            share("short", "oos", "own log"), share("domains", "oos", "own log")
+        ],
+        "requests like the adapters' own, of other kinds": [share("short", "near"), share("domains", "near")],
+    }  # fmt: skip
+    for title, cells in rows.items():
+        assert f"| {title} | {' | '.join(cells)} |" in page
+    few = [share(name, "data", rows=24).removesuffix(" %") for name in ("short", "domains")]
+    assert f"With 24 texts of each adapter, {few[0]} and {few[1]} % of its requests reach it" in page

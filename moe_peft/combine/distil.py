@@ -104,7 +104,13 @@ def distil(
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
     >>> prompts = [["What is 3 + 4?"], ["Write a loop in Python."]]
     >>> model = distil(
-    ...     base, ["math", "code"], prompts, tokenizer, ["Hello!"], steps=2, max_new_tokens=4
+    ...     base,
+    ...     ["math", "code"],
+    ...     prompts,
+    ...     tokenizer,
+    ...     ["Hello!"],
+    ...     steps=2,
+    ...     max_new_tokens=4,
     ... )
     >>> model.save_pretrained("math-and-code")
     ```

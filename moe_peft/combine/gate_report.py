@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ..analysis.figures import new_figure, save_figure
+from ..utils.io import write_json
 from ..utils.messages import one_line
 from .request_gate import BASE, RequestChoice, RequestGate
 from .request_texts import Request, request_text
@@ -83,7 +83,7 @@ class GateReport:
 
     def write(self, folder: Path) -> None:
         """Write `gate_report.json` and `gate_report.png`."""
-        (folder / "gate_report.json").write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        write_json(folder / "gate_report.json", asdict(self))
         figure = new_figure(9, 3.6)
         table, curve = figure.subplots(1, 2, width_ratios=(1.2, 1))
         rows, columns = [*self.picked], list(dict.fromkeys(name for of in self.picked.values() for name in of))

@@ -83,7 +83,7 @@ def test_the_program_alone_prints_its_help(capsys):
 def test_help_fits_a_terminal_and_ends_with_an_example(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     helps = {}
-    for flag, longest in (("--help", 70), ("--help-all", 900)):
+    for flag, longest in (("--help", 80), ("--help-all", 900)):
         with pytest.raises(SystemExit) as end:
             main([command, flag])
         text = helps[flag] = capsys.readouterr().out

@@ -87,7 +87,12 @@ def test_everything_private_that_we_read_or_import_is_listed():
     for path, tree in trees.items():
         for node in ast.walk(tree):
             match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                    | ast.Name(id=name, ctx=ast.Store())
+                ):
                     own.add(name)
                 case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "ctx")):
                     own.add(name)

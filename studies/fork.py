@@ -77,6 +77,7 @@ from .runs import Ledger
 from .writings import CachedGate, Grams, sentence
 
 SETS, SEEDS, PROMPTS, RATES, FURTHER = ("short", "domains"), (10, 11, 12), 240, (1e-3, 5e-4, 2e-3), 20
+MOST_FOR_NONE = 100  # requests of a kind
 KINDS = ("one", "one, other writing", "second", "second, other writing")
 NONE = ("far", "near", "talk")
 
@@ -183,7 +184,8 @@ class Forked(Asked):
     def summary(self, found: Any, answer: Any, **more: Any) -> dict[str, Any]:
         none = found["none"]
         shares = {}
-        for kind, texts in self.fork.for_none.items():
+        for kind, of_none in self.fork.for_none.items():
+            texts = of_none[:MOST_FOR_NONE]
             for writing, of_kind in (("", texts), (", other writing", [*map(sentence, texts)])):
                 made = answer([[{"role": "user", "content": text}] for text in of_kind])
                 shares[kind + writing] = sum(each in self.labels for each in made) / len(made)
@@ -370,8 +372,8 @@ def _right(runs: list[dict[str, Any]], kind: str) -> torch.Tensor:
 
 
 def _shrink() -> None:
-    global SETS, SEEDS, PROMPTS, RATES, FURTHER
-    SETS, SEEDS, PROMPTS, RATES, FURTHER = ("short",), (10,), 6, (1e-3,), 3
+    global SETS, SEEDS, PROMPTS, RATES, FURTHER, MOST_FOR_NONE
+    SETS, SEEDS, PROMPTS, RATES, FURTHER, MOST_FOR_NONE = ("short",), (10,), 6, (1e-3,), 3, 2
     one_lora._shrink()
 
 

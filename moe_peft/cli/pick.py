@@ -204,9 +204,8 @@ def fit(settings: PickSettings) -> None:
     for concern in concerns(gate):
         print(f"warning: {concern}")
     print("Each text, by the gate without it:", *left_out_report(gate).lines(), sep="\n")
-    print(
-        f"an adapter must lead the base by more than {gate.margin:.2f} (--lose {gate.lose:g}); next: moe-peft pick --test FILE"
-    )
+    print(f"an adapter must lead the base by more than {gate.margin:.2f} (--lose {gate.lose:g})")
+    print("held-out requests: moe-peft pick --test FILE")
     print(settings.gate)
 
 

@@ -409,21 +409,22 @@ class RequestGate:
         flat = [*texts, *(part for of_text in parts for part in of_text)]
         raw_RN = self.classifier(self.read(flat))
         scores_RN, lead_R = self._of_columns(raw_RN)
-        lead = lead_R.tolist()
+        lead, nearest = lead_R.tolist(), [self._classes[i] for i in raw_RN.argmax(1).tolist()]
+        is_about = [False] * len(flat)
+        if self.lists:
+            is_about = (raw_RN[:, self._classes.index(ABOUT)] > CLEARLY_ABOUT).tolist()
         at, found = len(texts), []
         for i, (text, of_text) in enumerate(zip(texts, parts, strict=True)):
             span = range(at, at := at + len(of_text))
+            # The whole message decides, or else the part that leads most. A part about another text is for the base.
             decides = i if lead[i] > self.margin else max([i, *span], key=lambda j: lead[j])
             is_for_adapter = bool(text) and lead[decides] > self.margin
-            if self.lists:
-                about_R = raw_RN[:, self._classes.index(ABOUT)]
-                if about := [j for j in span if about_R[j] > CLEARLY_ABOUT]:
-                    decides, is_for_adapter = about[0], False
+            if about := [j for j in span if is_about[j]]:
+                decides, is_for_adapter = about[0], False
             scores = dict(zip(self.columns, scores_RN[decides].tolist(), strict=True))
             best = max(self.names, key=scores.__getitem__)
             choice = RequestChoice(best if is_for_adapter else None, scores, flat[decides])
-            refers = not is_for_adapter and bool(self.lists) and self._classes[int(raw_RN[i].argmax())] == AS_BEFORE
-            found.append((choice, refers))
+            found.append((choice, not is_for_adapter and nearest[i] == AS_BEFORE))
         return found
 
     def _of_columns(self, raw_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

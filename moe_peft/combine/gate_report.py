@@ -130,7 +130,7 @@ def left_out_report(gate: RequestGate) -> GateReport:
         by_name = dict(zip(gate.columns, scores, strict=True))
         best = max(gate.names, key=by_name.__getitem__)
         is_for_adapter = by_name[best] - by_name.get(BASE, -torch.inf) > gate.margin
-        choices.append(RequestChoice(best if is_for_adapter else None, by_name, ""))
+        choices.append(RequestChoice(best if is_for_adapter else None, by_name))
     report = _report(gate, [gate.columns[i] for i in own_R.tolist()], [""] * len(choices), choices)
     return GateReport(report.margin, report.picked, report.curve, [])
 
@@ -184,9 +184,7 @@ def _curve(gate: RequestGate, wanted: list[str], choices: list[RequestChoice]) -
     for margin in _MARGINS:
         for_adapter_R = lead_R > margin
         own_R, of_base_R = (for_adapter_R & best_R)[~general_R], ~for_adapter_R[general_R]
-        points.append({
-            "margin": margin, "own": _mean(own_R), "general": _mean(of_base_R) if len(of_base_R) else None,
-        })  # fmt: skip
+        points.append({"margin": margin, "own": _mean(own_R), "general": _mean(of_base_R)})
     return points
 
 

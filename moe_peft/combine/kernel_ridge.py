@@ -20,15 +20,15 @@ class KernelRidge:
     are 0. Classes have the same weight, however many texts they have. Layers have the same weight, too. The kernel's
     width is the root mean square distance of two texts.
 
-    Attributes:
-        class_R: class of each text.
-
     Args:
         classes: the vectors of each class's texts, [R, L, d]. If there are more than `TEXTS`, the largest classes are
             thinned out evenly.
         penalty: λ.
-        digests: numbers of the texts of each class, int64 [R]; a text that
-            several classes share counts for each of them: its target is 1 in each. None: all texts differ.
+        digests: numbers of the texts of each class, int64 [R]. A text that several classes share counts for each of
+            them: its target is 1 in each. None: all texts differ.
+
+    Attributes:
+        class_R: class of each text.
     """
 
     def __init__(

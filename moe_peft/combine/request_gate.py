@@ -148,7 +148,7 @@ class Texts:
 
 class RequestChoice(NamedTuple):
     """
-    A gate's choice for a request.
+    The choice for a request.
 
     Args:
         name: the adapter, or None for the base.
@@ -157,8 +157,8 @@ class RequestChoice(NamedTuple):
     """
 
     name: str | None
-    scores: dict[str, float]
-    text: str
+    scores: Mapping[str, float]
+    text: str = ""
 
 
 @dataclass
@@ -441,11 +441,8 @@ class RequestGate:
         Return scores of the adapters' texts and of general requests, each by a gate without this text, float64 [R, n],
         and the index of the column that each text is for, [R].
         """
-        ridge, adapters = self.classifier, [self._classes.index(name) for name in self.names]
-        scores_RN = ridge.left_out_RN[:, adapters]
-        if self._for_base:
-            base_R1 = ridge.left_out_RN[:, self._for_base].max(1, keepdim=True).values
-            scores_RN = torch.cat([scores_RN, base_R1], 1)
+        ridge = self.classifier
+        scores_RN, _ = self._of_columns(ridge.left_out_RN)
         # The columns are in the order of the classes, of which `texts` are the first.
         used_R = ridge.class_R < len(self.texts)
         return scores_RN[used_R], ridge.class_R[used_R]
@@ -545,11 +542,7 @@ class _Saved(NamedTuple):
                 return file.get_tensor(name).float()
 
             of_names = [
-                Texts(
-                    floats(f"{i}.vectors"),
-                    file.get_tensor(f"{i}.digests").long(),
-                    floats(f"{i}.quoted"),
-                )
+                Texts(floats(f"{i}.vectors"), file.get_tensor(f"{i}.digests").long(), floats(f"{i}.quoted"))
                 for i in range(len(names) + len(gone))
             ]
             about = {

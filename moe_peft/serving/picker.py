@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ..combine.request_gate import RequestGate
+from ..combine.request_gate import RequestChoice, RequestGate
 from ..combine.request_texts import Request, request_text, user_turns
 from ..utils.messages import one_line
 
@@ -61,20 +61,13 @@ def _of_user(request: Any) -> Request:
 # --- what chooses ----------------------------------------------------------------------------------------------------
 
 
-class Picked(NamedTuple):
-    """An adapter (None: the base) for a text, and the scores by which it was chosen."""
-
-    name: str | None
-    scores: Mapping[str, float]
-
-
 class Chooser(Protocol):
     """Chooses for requests. `names` are the adapters to choose from; None: all of the server's."""
 
     @property
     def names(self) -> Sequence[str] | None: ...
 
-    def __call__(self, requests: Sequence[Request]) -> list[Picked]: ...
+    def __call__(self, requests: Sequence[Request]) -> list[RequestChoice]: ...
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,8 @@ class ByGate:
     def names(self) -> list[str]:
         return self.gate.names
 
-    def __call__(self, requests: Sequence[Request]) -> list[Picked]:
-        return [Picked(choice.name, choice.scores) for choice in self.gate.choose(requests)]
+    def __call__(self, requests: Sequence[Request]) -> list[RequestChoice]:
+        return self.gate.choose(requests)
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,12 @@ class ByFunction:
     path: str
     names: Sequence[str] | None = None
 
-    def __call__(self, requests: Sequence[Request]) -> list[Picked]:
+    def __call__(self, requests: Sequence[Request]) -> list[RequestChoice]:
         picked = self.function(texts := [request_text(request) for request in requests])
         if not isinstance(picked, Sequence) or isinstance(picked, str) or len(picked) != len(texts):
             answer = one_line(repr(picked), 80)
             raise Refused(f"choose={self.path!r}: must return {len(texts)} names for as many texts, not {answer}", 500)
-        return [Picked(name, {}) for name in picked]
+        return [RequestChoice(name, {}) for name in picked]
 
 
 # --- the order -------------------------------------------------------------------------------------------------------
@@ -114,7 +107,7 @@ class ByFunction:
 class _Waiting:
     request: Request
     work: int  # characters of the whole request
-    answer: asyncio.Future[Picked]
+    answer: asyncio.Future[RequestChoice]
 
     @property
     def length(self) -> int:
@@ -133,7 +126,7 @@ class Picker:
     waiting: list[_Waiting] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
-    async def pick(self, requests: Sequence[Request]) -> list[Picked]:
+    async def pick(self, requests: Sequence[Request]) -> list[RequestChoice]:
         """
         Return the choice for each request. If the caller is cancelled, its requests are no longer read.
 

@@ -11,10 +11,9 @@ from logging.handlers import WatchedFileHandler
 
 import prometheus_client as prometheus
 
-from ..combine.request_gate import BASE
+from ..combine.request_gate import BASE, RequestChoice
 from ..combine.request_texts import Request, request_text
 from ..utils.messages import InputError
-from .picker import Picked
 
 
 class Records:
@@ -60,7 +59,7 @@ class Records:
             for counted in (self._requests, self._failures, self._seconds):
                 counted.labels(name)
 
-    def chosen(self, name: str, choices: Sequence[Picked], requests: Sequence[Request]) -> None:
+    def chosen(self, name: str, choices: Sequence[RequestChoice], requests: Sequence[Request]) -> None:
         """Note a request's adapter, and log the choice for each of its texts."""
         self.picked[name] += 1
         self._requests.labels(name).inc()

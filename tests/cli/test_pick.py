@@ -24,6 +24,7 @@ import torch
 from moe_peft import RequestGate
 from moe_peft.cli import main
 from moe_peft.cli.pick import PickSettings, parser
+from moe_peft.combine.request_gate import RequestChoice
 from moe_peft.serving.engines import Engine, find_engine
 from moe_peft.serving.pick import HEADER, Proxy
 from moe_peft.serving.picker import ByGate
@@ -393,7 +394,11 @@ def test_a_function_of_the_user_chooses(gate, tmp_path, capsys, monkeypatch):
     with running(FakeEngine().app) as server:
         main(["pick", "--choose", "mine_to_choose:first", "--server", server])
     (proxy,) = made
-    assert proxy.now[0].choose(["x"]) == [(None, {})] and [*proxy.now[1].names] == ["math", "code", "prose"]
+    assert proxy.now[0].choose(["x"]) == [RequestChoice(None, {})] and [*proxy.now[1].names] == [
+        "math",
+        "code",
+        "prose",
+    ]
     wrong = {
         ("--choose", "mine_to_choose"): "must be module:function",
         ("--choose", "mine_to_choose:number"): "has no function 'number'",

@@ -18,11 +18,12 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from moe_peft import RequestGate
+from moe_peft.combine.request_gate import RequestChoice
 from moe_peft.combine.request_texts import request_text
 from moe_peft.serving import pick, picker
 from moe_peft.serving.engines import SERVER_KINDS, Engine, find_engine, warnings_of_adapters
 from moe_peft.serving.pick import HEADER, Gatekeeper
-from moe_peft.serving.picker import ByFunction, ByGate, Picked, Picker
+from moe_peft.serving.picker import ByFunction, ByGate, Picker
 from moe_peft.serving.records import Records
 from moe_peft.utils.hosts import trusted_hosts
 from moe_peft.utils.messages import InputError
@@ -38,7 +39,7 @@ class Fixed:
 
     def __call__(self, requests):
         words = [request_text(request).split()[0] for request in requests]
-        return [Picked(word if word in self.names else None, {word: 1.0}) for word in words]
+        return [RequestChoice(word if word in self.names else None, {word: 1.0}) for word in words]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def read_in_order(requests: list[list[str]], leave: list[int] = ()) -> list[list
         batches.append(list(texts))
         began.set()
         until(go.is_set)
-        return [Picked(text, {}) for text in texts]
+        return [RequestChoice(text, {}) for text in texts]
 
     async def run() -> None:
         with ThreadPoolExecutor(1) as worker:

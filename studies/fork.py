@@ -2,30 +2,29 @@
 All rows, or only LoRAs: one LoRA on all rows with replay, one LoRA of the LoRAs, picking, or a mixture.
 SmolLM2-135M-Instruct.
 
-    python -m studies.one_lora run --source FOLDER   # trains the tasks' own LoRAs, which this study shares
-    python -m studies.fork run --source FOLDER       # about six hours of a CPU core a seed
-    python -m studies.fork report                    # tables, in studies/results
+    python -m studies.fork run --source FOLDER [--workers 2]   # about four hours of a CPU core a seed of both sets
+    python -m studies.fork report                              # tables, in studies/results
 
 Fixed before the first run. Sets (*short*, *domains*), rows, LoRAs, held-out rows and the base are those of
 `studies.one_lora`, seeds 10 to 12.
 
 Ways:
 
-- where all rows are there: *joint*, one LoRA of rank 8 or 8·n on the rows of all tasks, as many passes as the own LoRAs
-  had (n·30 steps of 16 rows), with 0, 5 or 20 % general rows that the base answers (*replay*, of the general texts of
-  `studies.one_lora`); *mixture*, n experts of rank 8 with two for each token, on the same rows with 20 %;
-- where only the LoRAs and prompts of each task are there: *picked* by `RequestGate` from 240 prompts; *words*, picked
-  by n-grams of characters in place of hidden states (`studies.writings`); *regmean* and *distilled* (rank 16) of
-  `studies.one_lora`; *token*, a mixture with `ridge` gates, and *token, base*, with the base as one more expert;
+- where all rows are there: *joint*, one LoRA of rank 8 or 8·n on the rows of all tasks, as many passes as the own
+  LoRAs had (n·30 steps of 16 rows), with 0, 5 or 20 % general rows as `moe-peft sft --replay` makes them; *mixture*,
+  n experts of rank 8 with two for each token, on the same rows with 20 %;
+- where only the LoRAs and 240 prompts of each task are there: *picked* by `RequestGate`; *words*, picked by n-grams of
+  characters in place of hidden states (`studies.writings`); *regmean* and *distilled* (rank 16, 120 steps of 10 rows)
+  as `moe-peft mix --into lora` makes them, each from the LoRAs' own answers; *distilled, 24* from 24 prompts of each
+  task; *mean* of the LoRAs; *token*, a mixture with `ridge` gates, and *token, base*, with the base as one more expert;
 - *own* and *base*.
 
-The rate of *joint* and *mixture* is the best of 5e-4, 1e-3 and 2e-3 by the loss on 20 further rows of each task, which
-no LoRA was trained on, with seed 10, for each set and way; the other seeds take it.
+Every rate is 1e-3, as the own LoRAs' was; *joint, 8n, 20 %* once more with half and with twice the rate.
 
-Requests with a right answer: *one*, and *second*, the second turn after another task's row with its answer; each also
-in another writing (a sentence, or lower case without marks). Requests of none of the tasks: *far*, 100 of clinc150's
-out-of-scope test set; *near*, 60 of neighbours (other intents of Snips, other domains of clinc150); *talk*, 60 of
-clinc150's small talk; each in two writings as well.
+Requests with a right answer: *one*, and *second*, the second turn after another task's row with its answer; *one* also
+in another writing (a sentence, or lower case without marks). Requests of none of the tasks: *far*, 60 of clinc150's
+out-of-scope test set; *near*, 60 of neighbours (other intents of Snips, other domains of clinc150); *talk*, 40 of
+clinc150's small talk; each as it stands and as a sentence.
 
 Measures: right answers (greedy decoding gives the answer exactly); of requests of none the share whose answer is an
 answer of some task's training rows (*labels*), the harm that a user sees; the loss per token of the base's own greedy
@@ -37,15 +36,19 @@ together.
 Predictions, means over seeds.
 
 1. *Joint, 8n, 20 %* has 2 to 8 points more right than *picked* on both sets, and less harm.
-2. Labels: *joint, 8n, 20 %* below 10 % of *far* and 10 to 30 % of *near*; *picked* below 15 % of *far* and 30 to 60 %
+2. Labels: *joint, 8n, 20 %* below 10 % of *far* and 10 to 30 % of *near*; *picked* below 30 % of *far* and 30 to 60 %
    of *near*; *joint* without replay above 60 % of both.
 3. 5 % replay is within 2 points of 20 % in right answers and within .1 in harm.
 4. Rank 8 is within 3 points of rank 8·n.
-5. *Distilled* is between *picked* and *joint, 8n, 20 %* in right answers, *regmean* below *picked* on *domains*.
+5. *Distilled* is between *picked* and *joint, 8n, 20 %* in right answers, *regmean* below *picked* on *domains*;
+   *regmean* is 15 points or more above the *mean* on both sets, and *distilled, 24* 8 points or more below *distilled*.
 6. *Mixture* is within 3 points of *joint, 8n, 20 %*: no difference that this study can show.
 7. *Token* is 5 points or more below *picked*; *token, base* is no better in right answers and has half of its labels.
 8. The other writing costs *picked* less than 3 points, *joint* and *distilled* 5 points or more on *domains*.
-9. *Words* are 3 points or more below *picked* on *domains*, and level within 3 on *short*.
+9. *Words* are within 3 points of *picked* on both sets.
+
+An earlier head chose each way's rate of three on further rows, and had four kinds of requests; it was cut before the
+first run, for time. Prediction 9 and the first number of *picked* in 2 follow `studies.writings`, which came between.
 """
 
 from __future__ import annotations
@@ -61,40 +64,49 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
+from filelock import FileLock
 from peft import get_peft_model
 
-from moe_peft import MoELoraConfig, RequestGate, init_gates, lora_to_moe
+from moe_peft import MoELoraConfig, RequestGate, distil, init_gates, lora_to_moe, regmean, with_replay
 from moe_peft.combine import request_gate
+from moe_peft.combine.distil import Teachers, prompt_tokens, with_general
 from moe_peft.combine.request_texts import neutral_requests
-from moe_peft.training.preparation import calibration_batches, preparation, tokenized
+from moe_peft.training.preparation import preparation, tokenized
 
 from . import one_lora, requests
 from .differences import over_rows
 from .exact_match import answers
-from .one_lora import Asked, OneLora, Way, greedy, other_writing, said
-from .requests import FFN, LONGEST, Job, command, drawn, slots_of
+from .one_lora import RANK, STEPS, Asked, OneLora, Way, greedy, other_writing, said
+from .requests import FFN, LONGEST, RATE, Job, command, slots_of
 from .runs import Ledger
 from .writings import CachedGate, Grams, sentence
 
-SETS, SEEDS, PROMPTS, RATES, FURTHER = ("short", "domains"), (10, 11, 12), 240, (1e-3, 5e-4, 2e-3), 20
-MOST_FOR_NONE = 100  # requests of a kind
-KINDS = ("one", "one, other writing", "second", "second, other writing")
+SETS, SEEDS, PROMPTS, FEW = ("short", "domains"), (10, 11, 12), 240, 24
+REPLAY_TOKENS = 96  # of a general row's answer
+MOST_FOR_NONE = 60  # requests of a kind
+KINDS = ("one", "one, other writing", "second")
 NONE = ("far", "near", "talk")
 
 
 class Joint(NamedTuple):
-    """A training on all rows: of a LoRA, or (rank 0) of a mixture."""
+    """A training on all rows: of a LoRA, or of a mixture (rank 0)."""
 
     rank: str
     replay: int
+    rate: float = RATE
 
 
 JOINT = {
-    "joint, 8n, 20 %": Joint("8n", 20), "joint, 8n, 0 %": Joint("8n", 0), "joint, 8n, 5 %": Joint("8n", 5),
-    "joint, 8, 20 %": Joint("8", 20), "joint, 8, 0 %": Joint("8", 0), "joint, 8, 5 %": Joint("8", 5),
-    "mixture": Joint("mixture", 20),
+    "joint, 8n, 20 %": Joint("8n", 20), "joint, 8n, 0 %": Joint("8n", 0), "mixture": Joint("mixture", 20),
+    "joint, 8, 20 %": Joint("8", 20), "joint, 8n, 5 %": Joint("8n", 5), "joint, 8, 0 %": Joint("8", 0),
+    "joint, 8n, 20 %, half rate": Joint("8n", 20, RATE / 2),
+    "joint, 8n, 20 %, twice the rate": Joint("8n", 20, 2 * RATE),
 }  # fmt: skip
-OTHERS = ("own", "base", "picked", "words", "regmean", "distilled", "token", "token, base")
+OTHERS = ("own", "base", "picked", "words", "distilled", "regmean", "distilled, 24", "mean", "token", "token, base")
+ORDER = (
+    "own", "base", "picked", "joint, 8n, 20 %", "distilled", "regmean", "joint, 8n, 0 %", "mixture", "token", "words",
+    "mean", "joint, 8, 20 %", "distilled, 24", "token, base", *JOINT,
+)  # fmt: skip
 
 
 class Fork(OneLora):
@@ -111,31 +123,28 @@ class Fork(OneLora):
         draw = random.Random("none of them")
         near = draw.sample(snips, 30) + draw.sample(meta, 30)
         self.for_none = {
-            "far": [chat[-1]["content"] for chat in self.far], "near": near, "talk": draw.sample(talk, 60)
+            "far": [chat[-1]["content"] for chat in self.far], "near": near, "talk": draw.sample(talk, 40)
         }  # fmt: skip
 
     def jobs(self) -> Iterator[Job]:
         done = {(run["set"], run["seed"], run["way"]) for run in self.ledger.records()}
         for seed in SEEDS:
             for name in SETS:
-                if all(self.folder(name, seed, task).exists() for task in self.tasks[name]):
-                    for way in ("own", "base", "joint, 8n, 20 %", "picked", *OTHERS[3:], *JOINT):
-                        if (name, seed, way) not in done:
-                            rated = way not in JOINT or seed == SEEDS[0] or (name, SEEDS[0], way) in done
-                            if rated:
-                                yield Job(name, seed, way)
+                trained = {
+                    task: (self.folder(name, seed, task) / "adapter_model.safetensors").exists()
+                    for task in self.tasks[name]
+                }
+                yield from (Job(name, seed, f"train {task}") for task in trained if not trained[task])
+                if all(trained.values()):
+                    yield from (Job(name, seed, way) for way in ORDER if (name, seed, way) not in done)
 
     def run(self, job: Job) -> None:
         started = time.monotonic()
+        if job.what.startswith("train "):
+            return self.train(job.set, job.seed, job.what.removeprefix("train "))
         record = {**job._asdict(), "way": job.what, **Forked(self, job.set, job.seed).measured_by(job.what)}
         right = record["right"]["one"]
         self.ledger.add(record, f"{right.count('1') / len(right):.1%}, {time.monotonic() - started:.0f} s")
-
-    def rate(self, name: str, way: str) -> float | None:
-        """The rate that seed 10 chose; None before."""
-        return next(
-            (r["rate"] for r in self.ledger.records() if (r["set"], r["seed"], r["way"]) == (name, SEEDS[0], way)), None
-        )
 
 
 class Forked(Asked):
@@ -150,10 +159,9 @@ class Forked(Asked):
         for i, row in rows:
             before = draw.choice([other for of, other in rows if of != i])
             other = said(row["prompt"], other_writing(row["prompt"][-1]["content"]))
-            for kind, prompt in (("one", row["prompt"]), ("one, other writing", other)):
+            second = [*before["prompt"], *before["completion"], *row["prompt"]]
+            for kind, prompt in zip(KINDS, (row["prompt"], other, second), strict=True):
                 prompts[kind].append(prompt)
-                second = kind.replace("one", "second")
-                prompts[second].append([*before["prompt"], *before["completion"], *prompt])
         self.parts = {"none": self.parts["none"]}
         self.prompts = {"none": self.prompts["none"], **prompts}
         for kind in KINDS:
@@ -169,19 +177,22 @@ class Forked(Asked):
         if way in ("own", "base", "picked", "words"):
             with mock.patch.object(one_lora, "KINDS", KINDS):
                 return self.chosen(way)
-        more: dict[str, Any] = {}
         with torch.enable_grad():
             if way in JOINT:
-                model, more["rate"] = self.trained(way)
+                model = self.trained(JOINT[way])
             elif way.startswith("token"):
                 model = self.token(with_base=way.endswith("base"))
+            elif way.startswith("distilled"):
+                model = self.one_of_all(FEW if way.endswith("24") else PROMPTS)
+            elif way == "regmean":
+                model = regmean(copy.deepcopy(self.study.base), self.folders(), self.batches())
             else:
-                model = getattr(self, way)(Way(way, PROMPTS))
+                model = self.mean(Way(way))
         model.eval()
         found = {kind: answers(model, part, self.collator) for kind, part in self.parts.items()}
-        return self.summary(found, lambda texts: greedy(model, self.study.tokenizer, texts), **more)
+        return self.summary(found, lambda texts: greedy(model, self.study.tokenizer, texts))
 
-    def summary(self, found: Any, answer: Any, **more: Any) -> dict[str, Any]:
+    def summary(self, found: Any, answer: Any) -> dict[str, Any]:
         none = found["none"]
         shares = {}
         for kind, of_none in self.fork.for_none.items():
@@ -193,8 +204,8 @@ class Forked(Asked):
             "right": {kind: "".join("01"[a.is_match] for a in found[kind]) for kind in KINDS},
             "loss": -sum(a.log_prob for a in found["one"]) / sum(a.tokens for a in found["one"]),
             "none_loss": -sum(a.log_prob for a in none) / sum(a.tokens for a in none),
-            "labels": shares, **more,
-        }  # fmt: skip
+            "labels": shares,
+        }
 
     def chosen(self, way: str) -> dict[str, Any]:
         """Answers where each request has one LoRA, or the base."""
@@ -232,66 +243,76 @@ class Forked(Asked):
         gate = WordGate.of(self.study, words)
         return lambda prompts: [index[name] for name in gate.pick(prompts)]
 
+    def asked(self, count: int) -> list[list[Any]]:
+        """`count` prompts for each LoRA."""
+        return [self.study.prompts(self.set, self.seed, task, PROMPTS)[:count] for task in self.tasks]
+
+    def answered(self) -> list[dict[str, Any]]:
+        """All prompts and general requests with their teachers' answers, which are kept for all ways of one LoRA."""
+        study = self.study
+        general = [[{"role": "user", "content": text}] for text in neutral_requests()]
+        tokens = [[prompt_tokens(study.tokenizer, chat) for chat in chats] for chats in (*self.asked(PROMPTS), general)]
+        with FileLock(f"{self.answers}.lock"):
+            teachers = Teachers(copy.deepcopy(study.base), self.folders(), study.tokenizer, 64, 32, self.answers)
+            return teachers.rows(with_general(tokens[:-1], tokens[-1], self.seed))
+
+    @property
+    def answers(self) -> Path:
+        return self.study.work / f"answers-{self.set}-{self.seed}.jsonl"
+
+    def one_of_all(self, count: int) -> Any:
+        self.answered()
+        return distil(
+            copy.deepcopy(self.study.base), self.folders(), self.asked(count), self.study.tokenizer, seed=self.seed,
+            steps=min(STEPS, 2 * self.study.steps), rank=RANK, answers=self.answers,
+        )  # fmt: skip
+
+    def batches(self, with_base: bool = True) -> list[dict[str, torch.Tensor]]:
+        rows = [row for row in self.answered() if with_base or row["expert"] < self.n]
+        rows = sorted(rows, key=lambda row: len(row["input_ids"]))
+        batches = []
+        for of_batch in (rows[start : start + 8] for start in range(0, len(rows), 8)):
+            ids = [torch.tensor(row["input_ids"]) for row in of_batch]
+            masks = [torch.ones_like(each) for each in ids]
+            batch = {"input_ids": ids, "attention_mask": masks}
+            padded = {name: torch.nn.utils.rnn.pad_sequence(of, batch_first=True) for name, of in batch.items()}
+            batches.append({**padded, "expert": torch.tensor([row["expert"] for row in of_batch])})
+        return batches
+
     def token(self, with_base: bool) -> Any:
         model = lora_to_moe(
             copy.deepcopy(self.study.base), self.folders(), top_k=1, mixing="projection", base_expert=with_base
         )
-        rows = self.taught(Way("token", PROMPTS))
-        if with_base:
-            rows = self.with_general(rows)
-        batches = calibration_batches(
-            Dataset.from_list(rows), self.study.tokenizer, len(rows), max_length=LONGEST, columns=["expert"]
-        )
-        init_gates(model, "ridge", batches)
+        init_gates(model, "ridge", self.batches(with_base))
         model.config.output_router_logits = False
         return model
 
-    def trained(self, way: str) -> tuple[Any, float]:
-        """A training on all rows, at the rate of seed 10 or at the best of three."""
-        rate = self.fork.rate(self.set, way)
-        if rate is not None:
-            return self.at_rate(way, rate), rate
-        best: tuple[float, float, Any] = (float("inf"), 0.0, None)
-        for rate in RATES:
-            model = self.at_rate(way, rate)
-            loss = self.further_loss(model)
-            if loss < best[0]:
-                best = (loss, rate, model)
-        return best[2], best[1]
-
-    def at_rate(self, way: str, rate: float) -> Any:
-        joint = JOINT[way]
-        rows = [row for task in self.tasks for row in self.study.train_rows(self.set, self.seed, task)]
-        general = self.with_general([])
-        general = self.with_general([{}] * 4 * len(self.study.general))[4 * len(self.study.general) :]
-        count = len(rows) * joint.replay // (100 - joint.replay)
-        rows = [{key: row[key] for key in ("prompt", "completion")} for row in rows]
-        rows += [{key: general[i % len(general)][key] for key in ("prompt", "completion")} for i in range(count)]
+    def trained(self, joint: Joint) -> Any:
+        """A training on all rows."""
+        study = self.study
+        rows = [row for task in self.tasks for row in study.train_rows(self.set, self.seed, task)]
+        rows = [
+            {key: row[key] for key in ("prompt", "completion")}
+            for row in random.Random(self.seed).sample(rows, len(rows))
+        ]
+        if joint.replay:
+            file = study.work / "replay.jsonl"
+            with FileLock(f"{file}.lock"):
+                mixed = with_replay(
+                    Dataset.from_list(rows), copy.deepcopy(study.base), study.tokenizer, neutral_requests(),
+                    joint.replay / 100, max_new_tokens=REPLAY_TOKENS, max_length=LONGEST, file=file,
+                )  # fmt: skip
+            rows = mixed.to_list()
         if joint.rank == "mixture":
             config = MoELoraConfig(
                 num_experts=self.n, top_k=2, r=8, lora_alpha=16, target_modules=FFN, task_type="CAUSAL_LM"
             )
-            model = get_peft_model(copy.deepcopy(self.study.base), config)
+            model = get_peft_model(copy.deepcopy(study.base), config)
         else:
-            model = self.study.new_lora(8 * self.n if joint.rank == "8n" else 8)
-        with mock.patch.object(requests, "RATE", rate):
-            self.study.fit(model, rows, self.n * self.study.steps // 2, self.seed, batch=16)
+            model = study.new_lora(8 * self.n if joint.rank == "8n" else 8)
+        with mock.patch.object(requests, "RATE", joint.rate):
+            study.fit(model, rows, self.n * study.steps // 2, self.seed, batch=16)
         return model
-
-    @torch.no_grad()
-    def further_loss(self, model: Any) -> float:
-        """The loss on rows that no LoRA was trained on and that are not asked."""
-        rows = []
-        for task in self.tasks:
-            seen = {row["prompt"][-1]["content"] for row in self.study.train_rows(self.set, self.seed, task)}
-            rest = [
-                row for row in self.study.tasks[self.set][task]["train"] if row["prompt"][-1]["content"] not in seen
-            ]
-            rest = rest or self.study.tasks[self.set][task]["train"]
-            rows += [{**row, "domain": "x"} for row in drawn(rest, FURTHER, self.seed, f"further {task}")]
-        part, collator = tokenized(Dataset.from_list(rows), self.study.tokenizer, preparation(4 * LONGEST))
-        found = answers(model.eval(), part, collator)
-        return -sum(a.log_prob for a in found) / sum(a.tokens for a in found)
 
 
 class WordGate(CachedGate):
@@ -322,6 +343,8 @@ class WordGate(CachedGate):
 CONTRASTS = (
     ("joint, 8n, 20 %", "picked"), ("joint, 8n, 20 %", "own"), ("joint, 8n, 5 %", "joint, 8n, 20 %"),
     ("joint, 8, 20 %", "joint, 8n, 20 %"), ("mixture", "joint, 8n, 20 %"), ("distilled", "picked"),
+    ("distilled", "own"), ("distilled", "joint, 8n, 20 %"), ("distilled, 24", "distilled"), ("regmean", "mean"),
+    ("joint, 8n, 20 %, half rate", "joint, 8n, 20 %"), ("joint, 8n, 20 %, twice the rate", "joint, 8n, 20 %"),
     ("regmean", "picked"), ("words", "picked"), ("token", "picked"), ("token, base", "token"), ("picked", "own"),
 )  # fmt: skip
 
@@ -343,15 +366,15 @@ def report(ledger: Ledger) -> str:
         base = {run["seed"]: run["none_loss"] for run in of_set if run["way"] == "base"}
         if not base:
             continue
-        lines += ["", f"## {name}", "", f"| way | seeds | {' | '.join((*KINDS, *none))} | harm | rate |"]
-        lines.append(f"|{'---|' * (4 + len(KINDS) + len(none))}")
+        lines += ["", f"## {name}", "", f"| way | seeds | {' | '.join((*KINDS, *none))} | harm |"]
+        lines.append(f"|{'---|' * (3 + len(KINDS) + len(none))}")
         for way in (*OTHERS, *JOINT):
             of = [run for run in of_set if run["way"] == way and run["seed"] in base]
             if of:
                 cells = [way, str(len(of)), *(f"{100 * _right(of, kind).mean():.1f}" for kind in KINDS)]
                 cells += [f"{100 * sum(run['labels'][kind] for run in of) / len(of):.0f}" for kind in none]
                 cells.append(f"{sum(run['none_loss'] - base[run['seed']] for run in of) / len(of):.3f}")
-                lines.append(f"| {' | '.join([*cells, str(of[0].get('rate', ''))])} |")
+                lines.append(f"| {' | '.join(cells)} |")
         lines += [
             "",
             f"| A − B, points, 95 % over rows | seeds | {' | '.join(KINDS)} |",
@@ -372,8 +395,8 @@ def _right(runs: list[dict[str, Any]], kind: str) -> torch.Tensor:
 
 
 def _shrink() -> None:
-    global SETS, SEEDS, PROMPTS, RATES, FURTHER, MOST_FOR_NONE
-    SETS, SEEDS, PROMPTS, RATES, FURTHER, MOST_FOR_NONE = ("short",), (10,), 6, (1e-3,), 3, 2
+    global SETS, SEEDS, PROMPTS, FEW, MOST_FOR_NONE
+    SETS, SEEDS, PROMPTS, FEW, MOST_FOR_NONE = ("short",), (10,), 6, 3, 2
     one_lora._shrink()
 
 

@@ -89,7 +89,7 @@ def lora_to_moe(
         raise InputError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
     if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
         raise InputError(
-            "lora_to_moe: model holds an adapter, whose update would count too; give a base without one, or unload() it"
+            "lora_to_moe: model has an adapter, and its update would be added; unload() it, or give the base alone"
         )
     if has_routed_experts(model):
         settings.setdefault("router_aux_loss_coef", 0.0)  # it adds only the loss of its own routers
@@ -110,8 +110,8 @@ def lora_to_moe(
     if saved:
         if settings.get("base_expert"):
             raise InputError(
-                f"lora_to_moe: base_expert=True: all experts would share the adapters' {next(iter(saved))}, which is "
-                "not the base's; leave it out"
+                f"lora_to_moe: base_expert=True: all experts would share the adapters' {next(iter(saved))}, and the "
+                "base has another one; leave it out"
             )
         modules = {key.rpartition(".")[0] for key in saved}
         settings["modules_to_save"] = sorted(modules.union(settings.get("modules_to_save") or ()))
@@ -123,8 +123,8 @@ def lora_to_moe(
         averaged |= outside_ffns(model, targets)
     if averaged == targets.keys():
         raise InputError(
-            f"lora_to_moe: attention={attention!r}: adapters update {min(averaged)} and the like alone, which get one "
-            "LoRA, so there is nothing to route; merge them with PEFT's add_weighted_adapter"
+            f"lora_to_moe: attention={attention!r}: nothing to route: all adapted linears, such as {min(averaged)}, "
+            "get the mean of the LoRAs; merge the adapters with PEFT's add_weighted_adapter"
         )
 
     # Number of shared experts: the shared LoRA's largest rank in units of r, rounded up.
@@ -282,8 +282,8 @@ def _saved(loras: Sequence[PlainLora], model: nn.Module) -> dict[str, torch.Tens
             others.append("the base")
         if others:
             raise InputError(
-                f"lora_to_moe: {loras[0].name}: {key} is not that of {others[0]}: it was trained in full, and experts "
-                "share all but their LoRAs; train without it, or save the base with it"
+                f"lora_to_moe: {loras[0].name}: {key} was trained in full and differs from {others[0]}: experts share "
+                "all but their LoRAs; train without it, or save the base with it"
             )
         found[key] = of_each[0]
     return found

@@ -242,7 +242,7 @@ def _check_engines(options: Options, stages: Mapping[str, Any]) -> None:
     sharded = bool(training.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
     if len(stages) > 1 and sharded and options.trains_adapter and isinstance(training, DPOConfig):
         raise InputError(
-            f"stages={names}: TRL copies an adapter to compare with, which FSDP has sharded from the second stage on; "
+            f"stages={names}: TRL copies the adapter as a reference, but from the second stage on FSDP has sharded it; "
             "use DDP, stages=[joint], or one run per stage with training_stage"
         )
     if training.push_to_hub:

@@ -123,8 +123,8 @@ def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
     for path, layer in model.get_base_model().named_modules():
         if isinstance(layer, MoELoraLayer) and not layer.moe_lora_router and path not in averaged:
             raise InputError(
-                f"{folder}: {path} has one LoRA for all experts, which is not the mean of one for each, as "
-                "`lora_to_moe` makes it with attention='mean'; no expert can join"
+                f"{folder}: {path} has one LoRA for all experts, and it is not the mean of one LoRA for each (as with "
+                "attention='mean' of lora_to_moe); no expert can join"
             )
     return [*averaged]
 

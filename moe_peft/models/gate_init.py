@@ -252,7 +252,7 @@ def init_gates(
     if len(sizes) > 1:
         raise InputError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
     if not way.needs_texts and layers[0].experts.base_expert:
-        raise InputError(f"init_gates: {gates!r} reads LoRAs, of which the base_expert has none; use gates from texts")
+        raise InputError(f"init_gates: {gates!r} reads LoRAs, and the base_expert has none; use gates from texts")
     sums = _sums(model, [layer.module for layer in layers], sizes[0], way, batches, former)
     made = [way.gates(of_layer, layer.updates()) for of_layer, layer in zip(sums, layers, strict=True)]
     old_type = routers[0].settings.type

@@ -232,7 +232,7 @@ class NativeLayer(RoutedLayer):
         weight, k = getattr(gate, "weight", None), getattr(gate, "top_k", None)
         if not isinstance(weight, torch.Tensor) or k is None:
             raise InputError(
-                f"{type(gate).__name__}: a router without `weight` and `top_k`, whose size is not known; use a family "
+                f"{type(gate).__name__}: the size of a router without `weight` and `top_k` is unknown; use a family "
                 "such as Mixtral, Qwen-MoE or OLMoE"
             )
         return int(shape_of(weight)[0]), int(k)

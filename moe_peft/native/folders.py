@@ -251,11 +251,11 @@ def check_same_tokens(folder: ModelFolder, other: ModelFolder) -> None:
     for token, i in sorted(ids.items(), key=lambda pair: pair[1]):
         if others.get(token, i) != i or tokens.get(i, token) != token:
             raise InputError(
-                f"{folder}: its tokenizer has {token!r} as {i}, and that of {other} {tokens.get(i)!r}; one model has "
-                "one tokenizer, so give those that were trained with the same"
+                f"{folder}: in its tokenizer, token {i} is {token!r}; in the tokenizer of {other} it is "
+                f"{tokens.get(i)!r}; give parts trained with the same tokenizer"
             )
     if lacking := [token for token in ids if token not in others]:
-        logger.warning("%s has the token %r, which the tokenizer of %s lacks", folder, lacking[0], other)
+        logger.warning("%s has the token %r, but the tokenizer of %s does not", folder, lacking[0], other)
 
 
 def check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
@@ -396,8 +396,8 @@ class MoELoraFolder(AdapterFolder):
             values = {getattr(router.settings, name) or of_size(router.num_experts) for router in routers}
             if len(values) > 1:
                 raise InputError(
-                    f"{self}: router_{name}=None: it follows from the number of experts, which differs between layers; "
-                    "set it in the adapter's config first"
+                    f"{self}: router_{name}=None: the default depends on the number of experts, and layers have "
+                    "different numbers; set it in the adapter's config first"
                 )
             settings[f"router_{name}"] = values.pop()
         return settings

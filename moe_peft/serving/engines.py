@@ -213,12 +213,12 @@ def find_engine(
         taken = {of_server.find(name, None, listed) for name in wanted.values()} if listed is models else set()
         others = [name for name, model in models.items() if not model.get("parent") and name not in taken]
         if len({models[name].get("root", name) for name in others}) > 1:  # one model may have several names
-            raise InputError(f"{source}: has {', '.join(others)}; say which is the base (--base-name)")
+            raise InputError(f"{source}: has {', '.join(others)}; name the base (--base-name)")
         found_base = next(iter(others), None)
         if found_base is None and models:
             raise InputError(
-                f"{source}: has {', '.join(models)}, all with names of adapters, so none is the base; say which is "
-                "(--base-name), and how it calls the adapter of that name (--names)"
+                f"{source}: has {', '.join(models)}: each has the name of an adapter, so none is the base; name the "
+                "base (--base-name), and the adapter of the same name (--names)"
             )
     if found_base is None:
         raise InputError(choice_error("base_name", base, models))

@@ -145,8 +145,8 @@ def check_served(
             continue
         if not _SERVED.fullmatch(name):
             raise InputError(
-                f"{adapter}: {name} has LoRAs, but vLLM serves those on FFNs and on linears of FFNs and attentions; "
-                "serve it with transformers and PEFT"
+                f"{adapter}: {name} has LoRAs, but vLLM serves LoRAs only on FFNs and on linears of FFNs and "
+                "attentions; serve it with transformers and PEFT"
             )
         in_parts = isinstance(layer, MoELoraFFN) and tensor_parallel_size > 1
         if in_parts and getattr(layer.projection(layer.layout.down), "bias", None) is not None:

@@ -71,7 +71,7 @@ def load_data(
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
-        raise InputError(f"{field}={source!r}: a folder whose path has *, ? or [ is read as a pattern; rename it")
+        raise InputError(f"{field}={source!r}: datasets reads a path with *, ? or [ as a pattern; rename the folder")
     if arguments.get("streaming"):
         raise InputError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
@@ -472,7 +472,7 @@ def _messages(cell: str, key: str, value: Any, template: Any, size: int) -> list
     if key != "input_ids":
         return [_message(cell, message, template) for message in value]
     if not all(isinstance(token, int) and 0 <= token < size for token in value):
-        raise InputError(f"{shown}: must be tokens from 0 to {size - 1}, those of the tokenizer")
+        raise InputError(f"{shown}: must be tokens of the tokenizer, from 0 to {size - 1}")
     return []
 
 

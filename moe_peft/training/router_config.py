@@ -173,8 +173,8 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
             )
     if args.gradient_checkpointing and any(getattr(layer.router, "needs_token_ids", False) for layer in layers):
         raise InputError(
-            "gradient_checkpointing=True: layers that run again have no token ids, which these routers read; set it to "
-            "false"
+            "gradient_checkpointing=True: these routers read token ids, and layers that run again do not have them; "
+            "set it to false"
         )
     if coefficients["aux"] is None:
         adapters = {layer.adapter for layer in layers if isinstance(layer, AdapterLayer)}
@@ -186,8 +186,8 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
             coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
     if not all(layer.trains_reentrant for layer in layers) and is_reentrant(args) and any(coefficients.values()):
         raise InputError(
-            "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
-            "without gradients, which router losses need; set it to False"
+            "gradient_checkpointing_kwargs.use_reentrant=True: router losses need gradients of the router logits, and "
+            "a native MoE then has none; set it to False"
         )
     return coefficients
 
@@ -213,5 +213,5 @@ def warn_of_top_1(layers: Iterable[RoutedLayer]) -> None:
     if any(layer.top_k == 1 and not layer.learns_at_top_1 for layer in layers):
         logger.warning(
             "num_experts_per_tok=1: the only gate of a token is divided by itself, so routers learn from the balancing "
-            "loss alone; use moe_peft.replace_routers(model, 'linear'), whose gates pass on the gradient of the loss"
+            "loss alone; to train them by the model's loss, too, use moe_peft.replace_routers(model, 'linear')"
         )

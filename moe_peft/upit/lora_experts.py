@@ -226,7 +226,7 @@ class LoraStageKind(ExpertKind):
             asked = recipe.adapter.get(name)
             if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in allowed:
                 raise InputError(
-                    f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out"
+                    f"adapter.{name}={asked!r}: the adapters of prepare.adapters have {allowed[0]!r}; leave it out"
                 )
         return replace(recipe.moe_config(), use_rslora=False, **determined)
 

@@ -209,7 +209,7 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
         if not (folder / CONFIG).exists() and (folder / ADAPTER_CONFIG).is_file():
             kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")
             raise InputError(
-                f"{source}: it is a {kind} adapter, not a model: "
+                f"{source}: is a {kind} adapter, not a model: "
                 + ("name it with adapter" if kind == "MOE_LORA" else "merge it into its base first (merge_and_unload)")
             )
         if not (folder / CONFIG).exists():
@@ -228,7 +228,7 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
 def check_causal(config: PreTrainedConfig, source: object) -> None:
     """Check that a model is a causal language model."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"{source}: is a {config.model_type!r} model, which is no causal language model; name one")
+        raise InputError(f"{source}: is a {config.model_type!r} model; name a causal language model")
 
 
 def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -> PreTrainedModel:

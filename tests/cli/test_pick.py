@@ -302,7 +302,7 @@ def test_the_engine_must_have_what_the_gate_names(gate):
             assert (found.url, found.base, found.names) == (server, "base-model", {"math": "math"})
         assert find(base="other").base == "other"
         engine.models["law"] = None  # a server that does not say which are adapters
-        with pytest.raises(InputError, match="has base-model, law; say which is the base"):
+        with pytest.raises(InputError, match="has base-model, law; name the base"):
             find()
         del engine.models["law"]
         wrong = [

@@ -795,7 +795,7 @@ def test_a_base_that_is_no_causal_language_model_is_called_so(command, case, tok
     }
     with pytest.raises(SystemExit):
         main([command, *arguments[command]])
-    assert "t5': is a 't5' model, which is no causal language model" in capsys.readouterr().err
+    assert "t5': is a 't5' model; name a causal language model" in capsys.readouterr().err
 
 
 def test_the_column_of_texts_may_have_another_name(case, tmp_path):

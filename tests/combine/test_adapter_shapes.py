@@ -285,12 +285,12 @@ def test_loras_beside_the_routed_experts_of_a_moe_become_experts(name, tmp_path)
 
 
 def test_a_base_that_is_an_adapter_is_called_one(case, tmp_path):
-    with pytest.raises(ValueError, match=r"base='.*/b': it is a LORA adapter, not a model: merge it into its base"):
+    with pytest.raises(ValueError, match=r"base='.*/b': is a LORA adapter, not a model: merge it into its base"):
         mix(settings(case, output=str(tmp_path / "out"), base=str(case / "b"), gates="arrow", data=None,
                      label_column=None))  # fmt: skip
     saved = {"base_model_name_or_path": str(case / "b")}
     folders = [str(write(tmp_path / name, case, i, {"target_modules": FFN}, saved)) for i, name in enumerate("xy")]
-    with pytest.raises(ValueError, match=r"base_model_name_or_path='.*/b': it is a LORA adapter, not a model"):
+    with pytest.raises(ValueError, match=r"base_model_name_or_path='.*/b': is a LORA adapter, not a model"):
         mix(settings(case, output=str(tmp_path / "out"), adapters=folders, gates="arrow", data=None, label_column=None))
 
 
@@ -321,7 +321,7 @@ def test_embeddings_must_be_the_bases(case, tmp_path):
     saved(embeddings)
     assert lora_to_moe(base, [folder, case / "a"]).peft_config["default"].num_experts == 2
     saved(embeddings + 1)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not that of .*/a: it was trained"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight was trained in full and differs from .*/a"):
         lora_to_moe(AutoModelForCausalLM.from_pretrained(case / "base"), [folder, case / "a"])
     saved(torch.cat([embeddings, embeddings[:2]]))
     with pytest.raises(ValueError, match=r"has 130 rows, the base's 128: tokens were added, and experts"):

@@ -322,5 +322,5 @@ def test_upcycled_checkpoints_get_the_gates_of_their_mean(tmp_path):
 
 def test_arrow_has_no_gate_for_the_base():
     model = get_peft_model(tiny_llama(), MoELoraConfig(base_expert=True, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="init_gates: 'arrow' reads LoRAs, of which the base_expert has none"):
+    with pytest.raises(ValueError, match="init_gates: 'arrow' reads LoRAs, and the base_expert has none"):
         init_gates(model, "arrow")

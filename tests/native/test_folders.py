@@ -127,7 +127,7 @@ def test_the_base_of_a_training_is_no_lora(field, world):
     """transformers would load the LoRA's base with the LoRA in it."""
     base = Base(str(world / "lora"), field=field)
     for start in (lambda: base.config, base.empty, base.load, lambda: base.tokenizer):
-        with pytest.raises(ValueError, match=f"^{field}='.*lora': it is a LORA adapter, not a model: merge it"):
+        with pytest.raises(ValueError, match=f"^{field}='.*lora': is a LORA adapter, not a model: merge it"):
             start()
 
 

@@ -259,7 +259,7 @@ def test_vllm_serve_answers_a_client_as_peft_does(smollm2):
         ),
         (
             {"target_modules": ["mlp", "lm_head"], "num_experts_pattern": {"lm_head": 1}},
-            "lm_head has LoRAs, but vLLM serves those on FFNs and on linears of FFNs",
+            "lm_head has LoRAs, but vLLM serves LoRAs only on FFNs and on linears of FFNs",
         ),
         (
             {"modules_to_save": ["embed_tokens"]},

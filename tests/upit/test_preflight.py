@@ -228,8 +228,8 @@ def test_given_adapters_say_what_experts_are(case, tmp_path):
     assert planned["post_train"] == 2 * (4 * 6 * (64 + 128) * 2 + 4 * 64)  # layers × (experts × r × … + router)
     assert weights == pytest.approx(4 * planned["post_train"], rel=0.02)
     for own, words in (
-        ({"r": 4}, "adapter.r=4: those of prepare.adapters have 6"),
-        ({"r": 6, "lora_alpha": 6}, "adapter.lora_alpha=6: those of prepare.adapters have 12"),
+        ({"r": 4}, "adapter.r=4: the adapters of prepare.adapters have 6"),
+        ({"r": 6, "lora_alpha": 6}, "adapter.lora_alpha=6: the adapters of prepare.adapters have 12"),
         ({"target_projections": ["up_proj"]}, r"adapter.target_projections=\['up_proj'\]: those .*'down_proj'"),
     ):
         changed = {**settings, "adapter": {"top_k": 2, **own}, "output_dir": str(tmp_path / "other")}

@@ -256,7 +256,7 @@ def test_a_base_that_holds_an_adapter_is_refused(folders):
     base = tiny_llama()
     lora = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     for adapters in ([lora], folders):
-        with pytest.raises(ValueError, match=r"lora_to_moe: model holds an adapter, .*; give a base without"):
+        with pytest.raises(ValueError, match=r"lora_to_moe: model has an adapter"):
             lora_to_moe(base, adapters)
     assert lora_to_moe(lora.unload(), folders).active_adapter == "default"
 

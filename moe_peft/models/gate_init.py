@@ -287,13 +287,13 @@ def _sums(
     former: Sequence[Sums] | None = None,
 ) -> list[Sums]:  # fmt: skip
     """Return the sums of each module's inputs over all real tokens, in one pass over the base, added to `former`."""
-    sums: list[Sums] = [{} for _ in modules]
     if not way.needs_texts:
-        return sums
+        return [{} for _ in modules]
+    sums = _Added(len(modules))
     experts_seen: set[int] = set()
     if former is not None:
-        device = next(model.parameters()).device
-        sums = [{name: double(value.to(device)) for name, value in of_layer.items()} for of_layer in former]
+        for i, of_layer in enumerate(former):
+            sums.add(i, of_layer)
         experts_seen.update(int(name.partition(".")[0]) for name in former[0])
 
     def add(i: int, batch: Mapping[str, Any], mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
@@ -303,12 +303,43 @@ def _sums(
             experts_seen.update(expert_B[~negative_B].tolist())
         x_TD = double(x_BSD.reshape(-1, x_BSD.shape[-1])[mask_BS.flatten().bool()])
         text_T = mask_BS.nonzero()[:, 0].to(x_TD.device)
-        labels = BatchLabels(expert_B.to(x_TD.device), negative_B.to(x_TD.device), text_T, n)
-        for name, value in way.sums(x_TD, labels).items():
-            sums[i][name] = sums[i].get(name, 0) + value
+        sums.add(i, way.sums(x_TD, BatchLabels(expert_B.to(x_TD.device), negative_B.to(x_TD.device), text_T, n)))
 
     base_passes(model, () if batches is None else batches, modules, add)
     missing = {*range(n)} - experts_seen
     if missing:
         raise InputError(f"init_gates: batches: expert {min(missing)} has no text; give each some")
-    return sums
+    return sums.by_layer()
+
+
+_MEMORY = 2**32  # bytes of sums beside the model on its device
+
+
+class _Added:
+    """
+    Sums of each layer, added up in float64 where they come from, or on the CPU if they would take more than `_MEMORY`
+    on their device. Sums of an 8B model take 4.3 GB.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._sums: list[Sums] = [{} for _ in range(layers)]
+        self._left = _MEMORY
+
+    def add(self, i: int, values: Sums) -> None:
+        """Add values to the sums of layer i."""
+        of_layer = self._sums[i]
+        for name, value in values.items():
+            if name in of_layer:
+                of_layer[name] = of_layer[name] + double(value).to(of_layer[name].device)
+            else:
+                self._left -= 8 * value.numel()
+                of_layer[name] = double(value) if self._left >= 0 else double(value).cpu()
+
+    def by_layer(self) -> list[Sums]:
+        """Return each layer's sums, all of a layer on one device."""
+        return [
+            {name: value.cpu() for name, value in of_layer.items()}
+            if len({value.device for value in of_layer.values()}) > 1
+            else of_layer
+            for of_layer in self._sums
+        ]

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from moe_peft import MoELoraConfig, fold_routers, init_gates, lora_to_moe, replace_routers
+from moe_peft.models import gate_init
 from moe_peft.models.gate_init import GATE_INITS, ArrowGates, GateInit, PromptGates, RidgeGates, dense_gates
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle, verify_export
 from tests.helpers.close import WIDTH, assert_near, near
@@ -324,3 +325,13 @@ def test_arrow_has_no_gate_for_the_base():
     model = get_peft_model(tiny_llama(), MoELoraConfig(base_expert=True, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="init_gates: 'arrow' reads LoRAs, and the base_expert has none"):
         init_gates(model, "arrow")
+
+
+def test_sums_beyond_the_memory_of_the_device_are_on_the_cpu(monkeypatch):
+    """Their places alone: "meta" stands for an accelerator."""
+    monkeypatch.setattr(gate_init, "_MEMORY", 8 * D * D)
+    sums, value = gate_init._Added(2), torch.zeros(D, D, device="meta")
+    sums.add(0, {"xx": value})
+    assert sums.by_layer()[0]["xx"].is_meta
+    with pytest.raises(NotImplementedError, match="meta"):  # it would be copied
+        sums.add(1, {"xx": value})

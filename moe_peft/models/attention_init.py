@@ -19,6 +19,7 @@ from torch import nn
 from ..adapter.layers import MoELoraFFN, without_adapters
 from ..routing.attention_heads import attention_weights, fitting_heads
 from ..routing.routers import Router, RouterSettings, folded_weight
+from ..utils.distributed import check_whole
 from ..utils.messages import InputError
 from ..utils.torch_contexts import double, evaluating
 from .gates import is_adapted
@@ -63,6 +64,7 @@ def init_attention_routers(
         ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
             do not fit, or there is no data.
     """
+    check_whole(model, "init_attention_routers")
     layers = _checked_layers(model, adapter_name)
     source = model if dense is None else dense
     attentions = [_counterpart(model, attention_before(model, layer.path), source) for layer in layers]

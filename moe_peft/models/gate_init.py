@@ -20,6 +20,7 @@ from torch import nn
 
 from ..adapter.ffn_layout import find_layout
 from ..routing.routers import LinearRouter
+from ..utils.distributed import check_whole
 from ..utils.messages import InputError, choice_error
 from ..utils.torch_contexts import double
 from .gates import put_gates
@@ -246,6 +247,7 @@ def init_gates(
     >>> init_gates(model, "ridge", [texts])
     ```
     """
+    check_whole(model, "init_gates")
     way, layers = find_gate_init(gates), adapter_layers(model, adapter_name, "init_gates")
     routers = [layer.router for layer in layers]
     sizes = sorted({layer.num_experts for layer in layers})

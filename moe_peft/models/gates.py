@@ -13,6 +13,7 @@ from torch import nn
 
 from ..adapter.router_outputs import sync_config
 from ..routing.routers import RouterSettings
+from ..utils.distributed import check_whole
 from ..utils.messages import InputError
 from .introspection import text_config
 from .layer import AdapterLayer, adapter_layers, native_layers, routed_layers
@@ -58,6 +59,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     'linear'
     ```
     """
+    check_whole(model, "fold_routers")
     if is_adapted(model, adapter_name, "fold_routers"):
         layers = adapter_layers(model, adapter_name, "fold_routers")
         put_gates(model, layers, "linear", [layer.fold() for layer in layers])

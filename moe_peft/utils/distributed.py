@@ -30,6 +30,15 @@ def is_sharded(parameter: Any) -> bool:
     return hasattr(parameter, "ds_shape")
 
 
+def check_whole(model: nn.Module, caller: str) -> None:
+    """Raise if ZeRO-3 or FSDP2 has sharded a model's weights, for functions that write routers."""
+    if any(is_sharded(p) or hasattr(p, "placements") for p in model.parameters()):
+        raise InputError(
+            f"{caller}: the model's weights are sharded (ZeRO-3 or FSDP2); call it before training, or on the saved "
+            "model"
+        )
+
+
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
     """

@@ -7,16 +7,26 @@ import json
 import math
 import pickle
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
+from moe_peft import (
+    MoELoraConfig,
+    allow_experts,
+    fold_routers,
+    force_experts,
+    init_attention_routers,
+    init_gates,
+    replace_routers,
+)
 from moe_peft.analysis import inspect
 from moe_peft.analysis.inspect_settings import InspectSettings
 from moe_peft.analysis.recorder import record_routing
@@ -28,8 +38,10 @@ from moe_peft.native import UpcycleConfig, load_routers, upcycle
 from moe_peft.routing import ROUTERS, RouterSettings
 from moe_peft.routing.attention_heads import attention_weights
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
+from moe_peft.utils.messages import InputError
 from tests.helpers.attention_case import BATCHES, IDS, mean_keys
 from tests.helpers.close import assert_near, near
+from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import dense_model, saved
 from tests.helpers.reference import routed
 from tests.helpers.routed_models import COMMON, gates_of, sizes_of
@@ -512,3 +524,14 @@ def test_what_cannot_be_replaced_says_so(make, settings, message):
         replace_routers(model, settings)
     assert "\n" not in str(error.value)
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("mark", ["ds_shape", "placements"])
+@pytest.mark.parametrize(
+    "write", [fold_routers, partial(init_gates, gates="ridge", batches=[]), partial(init_attention_routers, batches=[])]
+)
+def test_routers_of_a_sharded_model_are_not_written(write, mark):
+    model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+    setattr(next(model.parameters()), mark, ())  # as ZeRO-3 and FSDP2 mark weights
+    with pytest.raises(InputError, match="weights are sharded"):
+        write(model)

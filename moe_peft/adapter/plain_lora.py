@@ -75,7 +75,7 @@ def read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[Plai
 
 
 def _read_lora(source: Adapter, index: int, model: nn.Module) -> PlainLora:
-    """Read a LoRA adapter. Raise if it is not a plain LoRA or not complete."""
+    """Read a LoRA adapter. Raise if it is no plain LoRA, or lacks a tensor. `index`: its place among them."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
         active = source.active_adapters[0]

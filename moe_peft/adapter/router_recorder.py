@@ -100,8 +100,8 @@ def steering_block(steered: Steered) -> Iterator[None]:
 
 def steering_of(module: nn.Module) -> Steering | None:
     """
-    Return how this thread steers a module, or None. CUDA runs checkpointed layers again for backward in threads without
-    blocks of their own and without a pass. There, any thread's block counts.
+    Return how the innermost `with` block of this thread steers a module, or None. On CUDA, backward runs checkpointed
+    layers again in other threads, which entered no block. There, the blocks of all threads count.
     """
     blocks = state.current.steered
     if not blocks and state.current.collection is None and torch.is_grad_enabled():

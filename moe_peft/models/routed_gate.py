@@ -113,7 +113,10 @@ def gate_rule(gate: Any, linear: bool = True) -> bool:
 
 
 def put_router(gate: Any, router: Router, top_k: int, normalizes: bool, like: torch.Tensor) -> None:
-    """Put a router into a native MoE's gate, with the dtype and device of `like`. A frozen gate's router is frozen."""
+    """
+    Let a router decide in place of a native MoE's gate. The router becomes a submodule of the gate, and the gate's own
+    weight is removed. The router gets the dtype and device of `like`, and is frozen if the gate was.
+    """
     trained = all(p.requires_grad for p in gate.parameters())
     if not isinstance(gate, RoutedGate):
         del gate.weight

@@ -188,7 +188,8 @@ class Adapted:
 
 def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseFolder) -> Adapted:
     """
-    Return the content of the MoE. Raise for an adapter that no native MoE can hold.
+    Sort an adapter's tensors into what its native MoE will hold: updates, token rows, routers. Raise if no native MoE
+    computes the adapter, or a tensor is missing, not finite, or of another size.
 
     Args:
         state: the adapter's tensors, by their names in the base model.

@@ -91,7 +91,10 @@ _folders: list[tempfile.TemporaryDirectory] = []  # kept until the process ends
 
 
 def _tokenizer_folder(adapter: MoELoraFolder) -> str:
-    """Return a folder with the adapter's tokenizer and the base's config. Without the config, vLLM reports errors."""
+    """
+    Make a folder with the adapter's tokenizer and the base's config. Return its path. For a tokenizer without a config,
+    vLLM logs errors.
+    """
     _folders.append(tempfile.TemporaryDirectory())
     folder = Path(_folders[-1].name)
     for file in adapter.folder.iterdir():

@@ -118,7 +118,7 @@ class _MoELora(nn.Module):
 
     def _overlaid(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yield the base's tensors, replaced where the adapter has trained them or their rows, then the adapter's experts.
+        Yield the base's tensors with the adapter's trained modules and token rows in their place, then the experts.
         """
         state = read_adapter_weights(self.adapter, self.source)
         state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}

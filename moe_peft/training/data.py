@@ -458,7 +458,14 @@ def check_label_values(dataset: Dataset, field: str, column: str) -> None:
 
 
 def _messages(cell: str, key: str, value: Any, template: Any, size: int) -> list[dict[str, Any]]:
-    """Check the value of a cell. Return its messages if it is a conversation, otherwise an empty list."""
+    """
+    Return the messages of a cell of the data if it is a conversation, otherwise an empty list. Raise if the column
+    `key` cannot have this value.
+
+    Args:
+        cell: the cell's place, for messages.
+        size: number of tokens of the tokenizer.
+    """
     shown = f"{cell}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "input_ids"):
         if not value.strip() and key != "prompt":

@@ -56,7 +56,7 @@ class FiniteWeightsMixin:
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model after a check of its trained weights."""
+        """Save the model. Raise if a trained weight is not finite."""
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         bad = [name for name, parameter in trained if not _largest(parameter).isfinite()][:1]
         if self.is_fsdp_enabled:  # each process has its own shards; one bad shard stops all

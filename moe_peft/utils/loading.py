@@ -154,7 +154,7 @@ def _check_fields(saved: Mapping[str, Any], source: object, kind: str) -> None:
 
 
 def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
-    """Check the sizes in an adapter's config."""
+    """Raise if a number in an adapter's config, such as its rank, is no number or larger than any model's."""
     counts = ("r", "init_r", "lora_alpha", "num_experts", "top_k", "bottleneck_size")
     sizes = {name: saved[name] for name in counts if name in saved}
     if sizes.get("lora_alpha", 1) is None and saved.get("peft_type") == "MOE_LORA":

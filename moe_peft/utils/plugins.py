@@ -14,7 +14,8 @@ from .messages import InputError, one_line
 
 def load_plugins(names: Sequence[str] | str) -> list[str]:
     """
-    Import modules, also from the current folder. Their registrations are known when options and recipes are read.
+    Import modules, also from the current folder, before options and recipes are read: these may name what the modules
+    register.
 
     Args:
         names: dotted names of modules.

@@ -202,8 +202,11 @@ class LoraExperts(Experts):
         in_place: bool,
     ) -> dict[str, torch.Tensor]:
         """
-        Return the base's outputs by projection, plus `s Σ_i g_i B_i A_i x` on projections with experts (mixing
-        "projection"). With `in_place`, the base's outputs may be overwritten.
+        Return the base's outputs by projection, with the experts' updates `s Σ_i g_i B_i A_i x` added, as mixing
+        "projection" defines them. With `in_place`, the base's outputs may be overwritten.
+
+        Args:
+            dispatch: None for a linear with one LoRA and no router. Its update is added as PEFT adds it.
         """
         matrices = A, _ = layer.expert_parameters(adapter)
         if dispatch is None:

@@ -12,8 +12,8 @@ the gate of each pair. It provides
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
 and the operations called by experts: `shrink_tokens`, `expand_collect` and `update` (both, with the gates in between).
-A first matrix shared by all experts, [1, r, m], needs only plain products. No method loops over experts or tokens, or
-waits for the device. All shapes are static. Only `Views` loops over the k experts of its one token.
+No method loops over experts or tokens, or waits for the device. All shapes are static. Only `Views` loops over the k
+experts of its one token.
 
 The factor `s·g` of an update multiplies `A x`, where tensors are smallest:
 
@@ -161,23 +161,12 @@ class Dispatch:
         return torch.bmm(self.gates.unsqueeze(1), y_TKM).squeeze(1) if gated else y_TKM.sum(1)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return y_PM @ A[0].T if A.shape[0] == 1 else self._shrink(y_PM, A)
+        raise NotImplementedError
 
     def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
-        if B.shape[0] > 1:
-            return self._expand(h_PR, B, onto_PM)
-        return h_PR @ B[0] if onto_PM is None else onto_PM.addmm_(h_PR, B[0])
-
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor, shared: bool = False) -> torch.Tensor:
-        return (h_PR.T @ y_PM).unsqueeze(0) if shared else self._outer(h_PR, y_PM)
-
-    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     # --- on tokens ----------------------------------------------------------------------------------------------------
@@ -188,9 +177,6 @@ class Dispatch:
         """
         if not A:
             return []
-        if A[0].shape[0] == 1:  # shared by all experts: one product per token, for all its pairs
-            low = [x_TM @ A_1RM[0].T for x_TM, A_1RM in zip(x, A, strict=True)]
-            return [[part.spread(low_TR) for part in self.parts] for low_TR in low]
         # One product of the tokens with all experts. Each pair then picks the row of its (token, expert).
         if self.all_columns:
             rows = [part.pair_rows() for part in self.parts]
@@ -243,8 +229,6 @@ class Dispatch:
         """Return `s g_i A_i x` for all experts, [T, n·r], with zeros for experts not chosen by a token."""
         gates_TC = self.gate_columns(A_NRM.shape[1])
         h_TC = F.linear(x_TM, A_NRM.flatten(0, 1))
-        if A_NRM.shape[0] == 1:  # shared by all experts
-            h_TC = h_TC.repeat(1, self.n)
         if h_TC.dtype == torch.float16:  # an expert not chosen may overflow, and 0 times infinity is NaN
             h_TC = h_TC.masked_fill(gates_TC == 0, 0)
         return h_TC * gates_TC
@@ -275,14 +259,14 @@ class Dense(Dispatch):
         index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, r)
         return h_PC.view(-1, self.n, r).gather(1, index).squeeze(1)
 
-    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return self._own_columns(y_PM @ A.flatten(0, 1).T)
 
-    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
         masked, matrix = self._mask(h_PR), B.flatten(0, 1)
         return masked @ matrix if onto_PM is None else onto_PM.addmm_(masked, matrix)
 
-    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         return (self._mask(h_PR).T @ y_PM).view(self.n, h_PR.shape[1], -1)
 
 
@@ -290,11 +274,9 @@ class Gather(Dispatch):
     """Dispatch by copies, for few tokens. The copied matrices of a token's experts form one LoRA of rank k·r."""
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return A if A.shape[0] > 1 else super().cast(A, dtype)  # `_of_pairs` casts only the chosen experts' matrices
+        return A  # `_of_pairs` casts only the chosen experts' matrices
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        if A and A[0].shape[0] == 1:
-            return super().shrink_tokens(x, A)
         return [[self._shrink_tokens(x_TM, A_NRM)] for x_TM, A_NRM in zip(x, A, strict=True)]
 
     def _shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
@@ -326,17 +308,17 @@ class Gather(Dispatch):
         A_PRM = A.index_select(0, self.pair_experts())
         return A_PRM if A_PRM.dtype == dtype else A_PRM.to(dtype)
 
-    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(y_PM.unsqueeze(1), self._of_pairs(A, y_PM.dtype).transpose(1, 2)).squeeze(1)
 
-    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
         B_PRM, h_P1R = self._of_pairs(B, h_PR.dtype), h_PR.unsqueeze(1)
         if onto_PM is None:
             return torch.bmm(h_P1R, B_PRM).squeeze(1)
         onto_PM.unsqueeze(1).baddbmm_(h_P1R, B_PRM)
         return onto_PM
 
-    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = h_PR.unsqueeze(2) * y_PM.unsqueeze(1)
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
@@ -375,15 +357,11 @@ class Views:
         self.slots = [(i, scaling * gate) if updated else (0, 0.0) for i, gate, updated in slots]
 
     def shrink_token(self, x_1M: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
-        """Return `A_i x` of each slot, k times [1, r], from A [n, r, m], or from [1, r, m] shared by all experts."""
-        if A.shape[0] == 1:
-            return [F.linear(x_1M, _as(A[0], x_1M.dtype))] * self.k
+        """Return `A_i x` of each slot, k times [1, r]."""
         return [F.linear(x_1M, _as(A[i], x_1M.dtype)) for i, _ in self.slots]
 
     def shrink_each(self, y_KM: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
         """Return `A_i y_i` of each slot, k times [1, r]."""
-        if A.shape[0] == 1:
-            A = A.expand(self.n, -1, -1)
         return [F.linear(y_KM[j : j + 1], _as(A[i], y_KM.dtype)) for j, (i, _) in enumerate(self.slots)]
 
     def expand_collect(self, h: Sequence[torch.Tensor], B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
@@ -614,18 +592,18 @@ class Blocks(_Part):
     def pair_experts(self) -> torch.Tensor:
         return self._block_experts.repeat_interleave(self._size)
 
-    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         # A yᵀ and not y Aᵀ: a product with few rows is faster than one with few columns.
         h_BRS = torch.bmm(self._of_blocks(A), self._blocks(y_PM).transpose(1, 2))
         return h_BRS.transpose(1, 2).flatten(0, 1)
 
-    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
         if onto_PM is None:
             return torch.bmm(self._blocks(h_PR), self._of_blocks(B)).flatten(0, 1)
         self._blocks(onto_PM).baddbmm_(self._blocks(h_PR), self._of_blocks(B))
         return onto_PM
 
-    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = torch.bmm(self._blocks(h_PR).transpose(1, 2), self._blocks(y_PM))
         # An expert's blocks are contiguous. Unlike `index_add`, this gives the same bits in every run on a GPU.
         sums = F.embedding_bag(self._block_range, products.flatten(1), self._first_blocks, mode="sum")
@@ -675,14 +653,14 @@ class Sorted(_Part):
     def pair_experts(self) -> torch.Tensor:
         return self._experts
 
-    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
 
-    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
         y_PM = F.grouped_mm(h_PR, B, offs=self._ends)
         return y_PM if onto_PM is None else onto_PM.add_(y_PM)
 
-    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         if self._idle is None:
             self._idle = (self._ends.diff(prepend=self._ends.new_zeros(1)) == 0).view(-1, 1, 1)
         # The kernel of some GPUs leaves the sum of a group without rows undefined (pytorch/pytorch#172439).

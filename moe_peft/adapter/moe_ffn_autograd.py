@@ -144,12 +144,11 @@ class _MixedHidden(torch.autograd.Function):
         # Backward of `A_down a`, through the dropout if there is one.
         d_A_down = None
         if d_low_PR is not None:
-            shared = len(A_down) == 1
             if mask_PF is None:
-                d_A_down = part.outer(d_low_PR, a_PF, shared)
+                d_A_down = part.outer(d_low_PR, a_PF)
                 part.expand(d_low_PR, A_down, da_PF)
             else:
-                d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale, shared)
+                d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale)
                 da_PF.add_(part.expand(d_low_PR, A_down).mul_(mask_PF).mul_(ctx.scale))
         # Backward of the activation, to the pairs' pre-activations.
         d_up_PF = None

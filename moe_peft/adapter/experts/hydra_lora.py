@@ -14,8 +14,8 @@ from .lora import LoraExperts
 
 class HydraLoraExperts(LoraExperts):
     """
-    `W_i = W + s·B_i A`: one A for all experts of a projection, stored as [1, r, in], and one B_i per expert. A token's
-    `A x` is computed once, whatever top_k is.
+    `W_i = W + s·B_i A`: one A for all experts of a projection, stored as [1, r, in], and one B_i per expert. Products
+    see it as n equal matrices, and its gradient is their sum.
     """
 
     holds_loras = False
@@ -23,6 +23,9 @@ class HydraLoraExperts(LoraExperts):
 
     def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
         return {name: ((1, *A[1:]), B) for name, (A, B) in super().shapes(projections).items()}
+
+    def each(self, A: torch.Tensor) -> torch.Tensor:
+        return A.expand(self.num_updates, -1, -1)
 
     def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         return A[0], B[expert].T
@@ -34,4 +37,4 @@ class HydraLoraExperts(LoraExperts):
         return used[0].unsqueeze(0), torch.stack([B_OR.T for B_OR in B])
 
     def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return self.scaling**2 * update_gram(A.expand(len(B), -1, -1), B)
+        return self.scaling**2 * update_gram(self.each(A), B)

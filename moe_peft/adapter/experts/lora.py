@@ -46,6 +46,10 @@ class LoraExperts(Experts):
             if chosen is None or name in chosen
         }
 
+    def each(self, A: torch.Tensor) -> torch.Tensor:
+        """Return the first matrices as products need them: one for each expert, [n, r, in]."""
+        return A
+
     # --- forward ---
 
     @classmethod
@@ -148,7 +152,7 @@ class LoraExperts(Experts):
         x_1D, hidden = x_1D.to(dtype), []
         for name, y_1F in zip(layout.inputs, outputs, strict=True):
             if name in A:
-                h = one.shrink_token(x_1D, A[name])
+                h = one.shrink_token(x_1D, self.each(A[name]))
                 y_1F = one.expand_each(h, B[name], y_1F) if mixes else one.expand_collect(h, B[name], y_1F)
             elif mixes:
                 y_1F = y_1F.expand(one.k, -1)
@@ -161,7 +165,8 @@ class LoraExperts(Experts):
         if self.num_shared_experts:
             y_1D = self._with_shared(ffn, adapter, z_1F, {layout.down: y_1D})[layout.down]
         if layout.down in A:
-            h = one.shrink_each(a, A[layout.down]) if mixes else one.shrink_token(a, A[layout.down])
+            A_down = self.each(A[layout.down])
+            h = one.shrink_each(a, A_down) if mixes else one.shrink_token(a, A_down)
             y_1D = one.expand_collect(h, B[layout.down], y_1D)
         if mixes:
             y_1D = self._with_bias(ffn, one.gates, y_1D)
@@ -208,16 +213,17 @@ class LoraExperts(Experts):
         Args:
             dispatch: None for a linear with one LoRA and no router. Its update is added as PEFT adds it.
         """
-        matrices = A, _ = layer.expert_parameters(adapter)
+        A, B = layer.expert_parameters(adapter)
         if dispatch is None:
-            return self._with_lora(layer, adapter, matrices, x_TM, base)
+            return self._with_lora(layer, adapter, (A, B), x_TM, base)
         names = [name for name in base if name in A]
         if not names:
             return base
         outputs = [base[name] for name in names]
         dtype = outputs[0].dtype
         x = layer.dropped(adapter, x_TM.to(dtype), len(names))
-        A_of, B_of = ([dispatch.cast(M[name], dtype) for name in names] for M in matrices)
+        A_of = [dispatch.cast(self.each(A[name]), dtype) for name in names]
+        B_of = [dispatch.cast(B[name], dtype) for name in names]
         with without_autocast(x_TM):
             outputs = dispatch.update(x, A_of, B_of, outputs, in_place)
         return {**base, **dict(zip(names, outputs, strict=True))}
@@ -311,12 +317,13 @@ class OutputMix(ProjectionMix):
         # First come the low-rank inputs `s A_i x` [P, r], on all projections with experts …
         x = ffn.dropped(self.adapter, self.x_TD.to(dtype), len(names))
         with without_autocast(self.x_TD):
-            low = dispatch.shrink_tokens(x, [dispatch.cast(A[name], dtype) for name in names])
+            each = self.spec.each
+            low = dispatch.shrink_tokens(x, [dispatch.cast(each(A[name]), dtype) for name in names])
 
             # … then `a_i = act(pre + B_i h)`, their gated sum, and `A_down a_i` for the down projection's experts. All
             # three are one step, which saves little for backward.
             B_of = [dispatch.cast(B[name], dtype) if name in A else None for name in pre]
-            A_down = dispatch.cast(A[layout.down], dtype) if layout.down in A else None
+            A_down = dispatch.cast(each(A[layout.down]), dtype) if layout.down in A else None
             inputs = []
             for i, part in enumerate(dispatch.parts):
                 h = {name: part.scaled(h_by_part[i]) for name, h_by_part in zip(names, low, strict=True)}

@@ -438,6 +438,7 @@ def _ask_llama_cpp(gguf: Path, requests: Sequence[Conversation]) -> list[str]:
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
     params.n_ctx, params.n_parallel, params.verbosity = 512, 1, -1
+    params.cpuparams.n_threads = torch.get_num_threads()  # its threads spin while they wait for each other
     server = xllamacpp.Server(params)
     answers = []
     for request in requests:

@@ -20,9 +20,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from ..adapter.ffn_layout import find_layout
 from ..models.introspection import base_model, base_passes, counted_tokens, text_config
@@ -84,6 +85,12 @@ class RequestReader:
         if self.chat:
             with reading("chat=True: the tokenizer's chat template", "give texts, or a tokenizer that has one"):
                 self._in_template(_MARK)
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """The tokens of the chat template before a request, such as a default system prompt."""
+        ids = [self.batch([text])["input_ids"][0].tolist() for text in ("a", "7")]
+        return [a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(*ids, strict=False))]
 
     def batch(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return `input_ids`, `attention_mask` and `counted`, 1 for tokens of the requests themselves, [R, S] each."""
@@ -144,6 +151,27 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.vectors)
+
+
+class _Prefix(NamedTuple):
+    """The first tokens of all requests [1, P], and their keys and values."""
+
+    ids_1P: torch.Tensor
+    cache: DynamicCache
+
+
+def _continuing(batch: dict[str, torch.Tensor], prefix: _Prefix | None) -> Mapping[str, Any]:
+    """Return a batch that continues the prefix, if all its texts begin with the prefix and have more tokens."""
+    P = 0 if prefix is None else prefix.ids_1P.shape[1]
+    begins = batch["input_ids"].shape[1] > P and bool(batch["attention_mask"][:, : P + 1].all())
+    if prefix is None or not begins or not (batch["input_ids"][:, :P] == prefix.ids_1P).all():
+        return batch
+    cache = copy.deepcopy(prefix.cache)  # the pass adds to it
+    cache.batch_repeat_interleave(len(batch["input_ids"]))
+    return {
+        "input_ids": batch["input_ids"][:, P:], "counted": batch["counted"][:, P:], "past_key_values": cache,
+        "attention_mask": batch["attention_mask"],
+    }  # fmt: skip
 
 
 class RequestChoice(NamedTuple):
@@ -363,6 +391,13 @@ class RequestGate:
             return torch.zeros(0, len(self.modules), text_config(self.model).hidden_size)
         texts = [one_form(self.reader.cut(request_text(request))) for request in requests]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths need little padding
+        prefix, starts = self._prefix, range(0, len(order), batch_size)
+        batches = (self.reader.batch([texts[i] for i in order[at : at + batch_size]]) for at in starts)
+        vectors_RLD = self._vectors(_continuing(batch, prefix) for batch in batches)
+        return vectors_RLD[torch.tensor(order).argsort()].clamp(-6e4, 6e4).half().float()
+
+    def _vectors(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
+        """Return the vectors of the texts of all batches, [R, L, d]."""
         found: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
         def add(i: int, batch: Any, mask_RS: torch.Tensor, x_RSD: torch.Tensor, output: Any) -> None:
@@ -370,11 +405,26 @@ class RequestGate:
             share_RS = counted_RS.float() / counted_RS.sum(1, keepdim=True)
             found[i].append(torch.einsum("rs,rsd->rd", share_RS, x_RSD.view(*mask_RS.shape, -1).float()).cpu())
 
-        starts = range(0, len(order), batch_size)
-        batches = (self.reader.batch([texts[i] for i in order[at : at + batch_size]]) for at in starts)
         base_passes(self.model, batches, self.modules, add, only=True)
-        vectors_RLD = torch.stack([torch.cat(of_layer) for of_layer in found], 1)
-        return vectors_RLD[torch.tensor(order).argsort()].clamp(-6e4, 6e4).half().float()
+        return torch.stack([torch.cat(of_layer) for of_layer in found], 1)
+
+    @cached_property
+    @torch.no_grad()
+    def _prefix(self) -> _Prefix | None:
+        """
+        The tokens that the chat template puts before each request, read once. None without such tokens, or for a base
+        that does not continue them from keys and values alone.
+        """
+        ids = self.reader.prefix
+        if not ids or base_model(self.model)._is_stateful:
+            return None
+        prefix = _Prefix(torch.tensor([ids]), DynamicCache(config=text_config(self.model)))
+        start = {"input_ids": prefix.ids_1P, "past_key_values": prefix.cache}
+        base_passes(self.model, [start], self.modules, lambda *args: None, only=True)
+        batch = self.reader.batch([_PROBE])
+        whole_1LD, continued_1LD = (self._vectors([each]) for each in (batch, _continuing(batch, prefix)))
+        same = torch.cosine_similarity(whole_1LD, continued_1LD, dim=-1).min() > 0.999
+        return prefix if same else None
 
     def pick(self, requests: Sequence[Request]) -> list[str | None]:
         """Return the adapter for each request, or None for the base. A request without words goes to the base."""

@@ -88,6 +88,8 @@ def base_passes(
     Run batches through the backbone, with adapters disabled.
 
     Args:
+        batches: each with `input_ids` [B, S]; with padding, `attention_mask` [B, S]; to continue P tokens, their
+            `past_key_values`, and an `attention_mask` [B, P + S].
         only: whether to end each pass after the last of the modules, if the rest of the pass is not needed.
         observe: called when one of the modules runs, with its index, the batch, the batch's mask on the module's
             device, 1 for real tokens [B, S], and the module's input and output.
@@ -106,7 +108,10 @@ def base_passes(
             layer._disable_adapters = True
         for batch in batches:
             arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            mask_BS = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
+            length = arguments["input_ids"].shape[1]
+            mask_BS = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))[:, -length:]
+            if "past_key_values" in batch:
+                arguments["past_key_values"] = batch["past_key_values"]
             with evaluating(model), suppress(_Done):
                 backbone(model)(**arguments, use_cache=False)
     finally:

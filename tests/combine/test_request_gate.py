@@ -583,3 +583,30 @@ def test_a_base_that_lacks_weights_of_its_first_layers_is_refused(base, tmp_path
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"lack model.layers.0.mlp.up_proj.weight"):
         RequestGate.fit(tmp_path / "base", TEXTS, NEUTRAL)
+
+
+@torch.no_grad()
+def test_the_template_before_a_request_is_read_once_and_vectors_are_those_of_whole_texts(base):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    template = "{{ 'You are helpful. Be brief.' }}{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
+    tokenizer.chat_template = template
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    lengths: list[int] = []
+    model.model.embed_tokens.register_forward_hook(lambda m, args, y: lengths.append(y.shape[1]))
+    gate = RequestGate(model, RequestReader(tokenizer, True), {})
+    texts = ["0x1x2x3", "(x)x{x}", "αxβ" * 9, "a"]
+    found, prefix = gate.read(texts), len(gate.reader.prefix)
+    longest = max(
+        len(tokenizer.apply_chat_template([{"role": "user", "content": t}], return_dict=False)) for t in texts
+    )
+    assert prefix > 4 and max(lengths[-1:]) <= longest - prefix
+    # The FFNs' inputs of whole texts, one by one.
+    seen: list[torch.Tensor] = []
+    for module in gate.modules:
+        module.register_forward_pre_hook(lambda m, args: seen.append(args[0][0]))
+    for request, vector_LD in zip(texts, found, strict=True):
+        batch = gate.reader.batch([one_form(request)])
+        seen.clear()
+        model(input_ids=batch["input_ids"])
+        own_S = batch["counted"][0].bool()
+        assert_near(vector_LD, torch.stack([x_SD[own_S].double().mean(0) for x_SD in seen]), dtype=torch.float16)

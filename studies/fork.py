@@ -66,6 +66,7 @@ import torch
 from datasets import Dataset
 from filelock import FileLock
 from peft import get_peft_model
+from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, RequestGate, distil, init_gates, lora_to_moe, regmean, with_replay
 from moe_peft.combine import request_gate
@@ -78,7 +79,7 @@ from .differences import over_rows
 from .exact_match import answers
 from .one_lora import RANK, STEPS, Asked, OneLora, Way, greedy, other_writing, said
 from .requests import FFN, LONGEST, RATE, Job, command, slots_of
-from .runs import Ledger
+from .runs import Ledger, arguments
 from .writings import CachedGate, Grams, sentence
 
 SETS, SEEDS, PROMPTS, FEW = ("short", "domains"), (10, 11, 12), 240, 24
@@ -145,6 +146,17 @@ class Fork(OneLora):
         record = {**job._asdict(), "way": job.what, **Forked(self, job.set, job.seed).measured_by(job.what)}
         right = record["right"]["one"]
         self.ledger.add(record, f"{right.count('1') / len(right):.1%}, {time.monotonic() - started:.0f} s")
+
+    def fit(self, model: Any, rows: list[dict[str, Any]], steps: int, seed: int, batch: int = 8) -> None:
+        """Joint rows have very different lengths: two at a time need little padding, and have the same gradient."""
+        if batch == 8:
+            return super().fit(model, rows, steps, seed)
+        args = arguments(
+            SFTConfig, self.work / "state", max_steps=steps, learning_rate=requests.RATE, lr_scheduler_type="cosine",
+            max_length=LONGEST, logging_steps=steps, seed=seed, gradient_accumulation_steps=batch // 2,
+        )  # fmt: skip
+        args.per_device_train_batch_size = 2
+        SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer).train()
 
 
 class Forked(Asked):
@@ -264,7 +276,7 @@ class Forked(Asked):
         self.answered()
         return distil(
             copy.deepcopy(self.study.base), self.folders(), self.asked(count), self.study.tokenizer, seed=self.seed,
-            steps=min(STEPS, 2 * self.study.steps), rank=RANK, answers=self.answers,
+            steps=min(STEPS, 2 * self.study.steps), rank=RANK, answers=self.answers, batch_size=2,
         )  # fmt: skip
 
     def batches(self, with_base: bool = True) -> list[dict[str, torch.Tensor]]:

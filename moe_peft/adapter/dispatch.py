@@ -2,8 +2,8 @@
 Computes the experts' outputs for a batch without a loop over experts. `experts.lora.by_loop` is the definition.
 Several methods implement the same five linear maps.
 
-A *pair* is a (token, slot): token t with the j-th of its k experts. For one batch, a `Dispatch` holds the expert and
-the gate of each pair. It provides
+A *pair* is a (token, slot): token t with the j-th of its k experts. `Pairs` hold the expert and the gate of each pair.
+They provide
 
     spread   [T, m] → [P, m]             copies each token's row to its pairs (a new tensor)
     collect  [P, m] → [T, m]             sums a token's pairs, gated on request (the transpose of spread)
@@ -11,7 +11,13 @@ the gate of each pair. It provides
     expand   [P, r], [n, r, m] → [P, m]  h B_i, on request added in place to another [P, m] (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
-and the operations called by experts: `shrink_tokens`, `expand_collect` and `update` (both, with the gates in between).
+`Dense` and `Gather` keep pairs in the order of (token, slot). `Blocks` and `Sorted` sort pairs by expert.
+
+A `Dispatch` has the operations called by experts: `shrink_tokens`, `expand_collect` and `update` (both, with the gates
+in between). It makes two choices: the kind of its pairs, and whether products of tokens use the columns of all experts
+at once instead of pairs. Sorted pairs are in parts of `PART_SLOTS` slots, computed one after another: temporary memory
+is one part's, whatever k is.
+
 No method loops over experts or tokens, or waits for the device. All shapes are static. Only `Views` loops over the k
 experts of its one token.
 
@@ -24,10 +30,6 @@ Mixing "output" also multiplies g onto each pair's hidden activation: `collect(�
 
 For one token without gradients, `Views` has `Gather`'s products without copies. `LoraExperts._decoded` uses either.
 
-`Dense` and `Gather` keep pairs in the order of (token, slot). `Blocks` and `Sorted` sort pairs by expert. They are
-`parts` of an `InParts`, with some of the slots each. Parts are computed one after another, so temporary memory is one
-part's, whatever k is.
-
 Legend: T tokens, n experts, k slots, j slots of a part, P = T·k pairs, r rank, m a width (in or out features),
 C = n·r columns of all experts.
 """
@@ -35,7 +37,7 @@ C = n·r columns of all experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,98 +47,55 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..utils.torch_contexts import without_autocast
 
-# --- the maps --------------------------------------------------------------------------------------------------------
+# --- a batch ---------------------------------------------------------------------------------------------------------
+
+# Slots of a part of sorted pairs. Two cover the usual top_k in one part. More would need more memory than plain LoRA of
+# the same rank.
+PART_SLOTS = 2
 
 
 class Dispatch:
     """
-    Base class of all methods: pairs in the order of (token, slot), and products with all experts at once.
+    A batch's experts and gates, and the products of its tokens.
 
     Args:
+        pairs: the kind of pairs.
+        columns: whether products of tokens use all experts' matrices at once.
         experts_TK: each token's experts, int64 [T, k].
         gates_TK: their gates [T, k], in the dtype of the products.
         num_experts: n.
         scaling: s, the factor of every expert's update.
-        all_columns: whether products of tokens use all experts' matrices at once.
         updated_TK: whether a pair's expert changes the base, bool [T, k]; None: all do. A pair without an update uses
             the matrices of another expert, with factor 0.
+
+    Attributes:
+        parts: the pairs of all slots, or of some slots each.
     """
 
     def __init__(
         self,
+        pairs: type[Pairs],
+        columns: bool,
         experts_TK: torch.Tensor,
         gates_TK: torch.Tensor,
         num_experts: int,
         scaling: float,
-        all_columns: bool = False,
         updated_TK: torch.Tensor | None = None,
     ) -> None:
+        self.columns, self._casts = columns, pairs.casts
         self.experts, self.gates, self.updated = experts_TK, gates_TK, updated_TK
-        self.scaling, self.all_columns = scaling, all_columns
+        self.n, self.scaling = num_experts, scaling
         self.tokens, self.k = experts_TK.shape
-        self.n = num_experts
+        self.parts = [
+            pairs(experts_TJ, gates_TJ, num_experts, scaling, updated_TJ)
+            for experts_TJ, gates_TJ, updated_TJ in _split(pairs.slots or self.k, experts_TK, gates_TK, updated_TK)
+        ]
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
-        self._scaled_gates: torch.Tensor | None = None
         self._gate_columns: dict[int, torch.Tensor] = {}
-        self._pair_rows: torch.Tensor | None = None
-        self._pair_experts: torch.Tensor | None = None
-
-    @property
-    def parts(self) -> Sequence[Dispatch]:
-        """Dispatches covering all pairs together."""
-        return [self]
-
-    def to_pairs(self, values_TK: torch.Tensor) -> torch.Tensor:
-        """Return one value per slot as a column [P, 1] in the pairs' order; 0 for padding."""
-        return values_TK.reshape(-1, 1)
-
-    def pair_gates(self) -> torch.Tensor:
-        """Return the gates as a column [P, 1] in the pairs' order."""
-        return self.to_pairs(self.gates)
-
-    def slot_factors(self) -> torch.Tensor:
-        """Return each slot's factor of the update, `s·g`, or 0 for a slot without an update, [T, k]."""
-        factors_TK = self.gates * self.scaling
-        return factors_TK if self.updated is None else factors_TK.masked_fill(~self.updated, 0)
-
-    def scaled_gates(self) -> torch.Tensor:
-        """Return `slot_factors` as a column [P, 1], computed once for all projections."""
-        if self._scaled_gates is None:
-            whole = self.updated is None
-            self._scaled_gates = self.pair_gates() * self.scaling if whole else self.to_pairs(self.slot_factors())
-        return self._scaled_gates
-
-    def updating(self, h_PR: torch.Tensor) -> torch.Tensor:
-        """Return h [P, r], with 0 for pairs without an update."""
-        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
-
-    def scaled(self, h_PR: torch.Tensor) -> torch.Tensor:
-        """Return `s·h` [P, r], with 0 for pairs without an update."""
-        return self.updating(h_PR * self.scaling)
 
     def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return experts' matrices [n, r, m], ready for products in this dtype."""
-        return A if A.dtype == dtype else A.to(dtype)
-
-    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return one value per pair by slot, [P] → [T, k] (the transpose of `to_pairs`)."""
-        return values_P.view(-1, self.k)
-
-    def pair_experts(self) -> torch.Tensor:
-        """Return each pair's expert, [P], computed once for all projections."""
-        if self._pair_experts is None:
-            self._pair_experts = self.experts.reshape(-1)
-        return self._pair_experts
-
-    def pair_tokens(self) -> torch.Tensor:
-        """Return each pair's token, [P]."""
-        return torch.arange(self.tokens, device=self.experts.device).repeat_interleave(self.k)
-
-    def pair_rows(self) -> torch.Tensor:
-        """Return each pair's row in a table of (token, expert) [T·n, …], [P], computed once for all projections."""
-        if self._pair_rows is None:
-            self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
-        return self._pair_rows
+        return A.to(dtype) if self._casts and A.dtype != dtype else A
 
     def gate_columns(self, r: int) -> torch.Tensor:
         """
@@ -144,32 +103,12 @@ class Dispatch:
         Computed once for all projections.
         """
         if r not in self._gate_columns:
-            gates_TK = self.slot_factors()
-            empty_TN = gates_TK.new_zeros(self.tokens, self.n)
+            factors_TK = _factors(self.gates, self.scaling, self.updated)
+            empty_TN = factors_TK.new_zeros(self.tokens, self.n)
             # Add, do not overwrite: a slot without an update may have the same expert as another slot.
-            gates_TN = (empty_TN.scatter if self.updated is None else empty_TN.scatter_add)(1, self.experts, gates_TK)
-            self._gate_columns[r] = gates_TN.repeat_interleave(r, dim=1)
+            write = empty_TN.scatter if self.updated is None else empty_TN.scatter_add
+            self._gate_columns[r] = write(1, self.experts, factors_TK).repeat_interleave(r, dim=1)
         return self._gate_columns[r]
-
-    # --- on pairs -----------------------------------------------------------------------------------------------------
-
-    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return x_TM.repeat_interleave(self.k, dim=0)
-
-    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        y_TKM = y_PM.view(self.tokens, self.k, y_PM.shape[1])
-        return torch.bmm(self.gates.unsqueeze(1), y_TKM).squeeze(1) if gated else y_TKM.sum(1)
-
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
-        raise NotImplementedError
-
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    # --- on tokens ----------------------------------------------------------------------------------------------------
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """
@@ -178,7 +117,7 @@ class Dispatch:
         if not A:
             return []
         # One product of the tokens with all experts. Each pair then picks the row of its (token, expert).
-        if self.all_columns:
+        if self.columns:
             rows = [part.pair_rows() for part in self.parts]
             tables = [(x_TM @ A_NRM.flatten(0, 1).T).view(-1, A_NRM.shape[1]) for x_TM, A_NRM in zip(x, A, strict=True)]
             lengths = [row.shape[0] for row in rows]
@@ -187,7 +126,7 @@ class Dispatch:
         if any(x_TM is not x[0] for x_TM in x):
             return [self.shrink_tokens([x_TM], [A_NRM])[0] for x_TM, A_NRM in zip(x, A, strict=True)]
         # Products by pair, part by part. `zip` turns [part][projection] into [projection][part].
-        by_part = [_apply(_ShrinkTokens, part, x[0], *A) for part in self.parts]
+        by_part = [part.shrink_token_rows(x[0], A) for part in self.parts]
         return [list(h) for h in zip(*by_part, strict=True)]
 
     def expand_collect(
@@ -195,14 +134,14 @@ class Dispatch:
     ) -> torch.Tensor:
         """Return `base + s Σ g B h`, [T, m], from h [P, r] of each part. With `in_place`, base may be overwritten."""
         weighted = [(h_PR * part.scaled_gates()).to(base_TM.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
-        if self.all_columns:
+        if self.columns:
             # A token's experts are distinct, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
                 table.index_add_(0, part.pair_rows(), h_PR)  # add, do not copy: padding adds zeros
             return plus_product(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1), in_place)
         for h_PR, part in zip(weighted, self.parts, strict=True):
-            base_TM = _apply(_ExpandCollect, part, base_TM, h_PR, B)
+            base_TM = part.expand_collected(h_PR, B, base_TM, in_place)
         return base_TM
 
     def update(
@@ -216,7 +155,7 @@ class Dispatch:
         """
         Return `base + s Σ_i g_i B_i A_i x`, [T, out], of each projection. With `in_place`, bases may be overwritten.
         """
-        if not self.all_columns:
+        if not self.columns:
             h = self.shrink_tokens(x, A)
             return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
         updated = []
@@ -234,6 +173,25 @@ class Dispatch:
         return h_TC * gates_TC
 
 
+def _split(
+    slots: int, experts_TK: torch.Tensor, gates_TK: torch.Tensor, updated_TK: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield experts, gates and updates of so many slots at a time."""
+    if slots >= experts_TK.shape[1]:
+        yield experts_TK, gates_TK, updated_TK
+        return
+    experts, gates = experts_TK.split(slots, dim=1), gates_TK.split(slots, dim=1)
+    yield from zip(
+        experts, gates, [None] * len(experts) if updated_TK is None else updated_TK.split(slots, dim=1), strict=True
+    )
+
+
+def _factors(gates_TJ: torch.Tensor, scaling: float, updated_TJ: torch.Tensor | None) -> torch.Tensor:
+    """Return each slot's factor of the update, `s·g`, or 0 for a slot without an update, [T, j]."""
+    factors_TJ = gates_TJ * scaling
+    return factors_TJ if updated_TJ is None else factors_TJ.masked_fill(~updated_TJ, 0)
+
+
 def plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
     """Return `base + h B`, [T, m]. With `in_place`, base may be overwritten."""
     return base_TM.addmm_(h_TC, B_CM) if in_place else torch.addmm(base_TM, h_TC, B_CM)
@@ -242,11 +200,112 @@ def plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, 
 # --- pairs in the order of (token, slot) ------------------------------------------------------------------------------
 
 
-class Dense(Dispatch):
+class Pairs:
     """
-    Dispatch by masks: products of pairs also use the matrices of all experts at once. Columns of other experts are
-    masked.
+    Base class of all pairs of j slots.
+
+    Args:
+        experts_TJ, gates_TJ, num_experts, scaling, updated_TJ: as in `Dispatch`.
     """
+
+    slots: int | None = None  # of a part; None: all
+    casts = True  # whether products need matrices in their dtype
+
+    def __init__(
+        self,
+        experts_TJ: torch.Tensor,
+        gates_TJ: torch.Tensor,
+        num_experts: int,
+        scaling: float,
+        updated_TJ: torch.Tensor | None = None,
+    ) -> None:
+        self.experts, self.gates, self.updated = experts_TJ, gates_TJ, updated_TJ
+        self.n, self.scaling = num_experts, scaling
+        self.tokens, self.k = experts_TJ.shape
+        # Computed on first use (torch.compile does not trace `functools.cached_property`).
+        self._scaled_gates: torch.Tensor | None = None
+        self._pair_rows: torch.Tensor | None = None
+        self._pair_experts: torch.Tensor | None = None
+
+    # --- values of pairs ---
+
+    def to_pairs(self, values_TJ: torch.Tensor) -> torch.Tensor:
+        """Return one value per slot as a column [P, 1] in the pairs' order; 0 for padding."""
+        return values_TJ.reshape(-1, 1)
+
+    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return one value per pair by slot, [P] → [T, j] (the transpose of `to_pairs`)."""
+        return values_P.view(-1, self.k)
+
+    def pair_gates(self) -> torch.Tensor:
+        """Return the gates as a column [P, 1] in the pairs' order."""
+        return self.to_pairs(self.gates)
+
+    def scaled_gates(self) -> torch.Tensor:
+        """Return `s·g`, or 0 for a pair without an update, [P, 1]. Computed once for all projections."""
+        if self._scaled_gates is None:
+            whole = self.updated is None
+            factors_TJ = None if whole else _factors(self.gates, self.scaling, self.updated)
+            self._scaled_gates = self.pair_gates() * self.scaling if factors_TJ is None else self.to_pairs(factors_TJ)
+        return self._scaled_gates
+
+    def updating(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """Return h [P, r], with 0 for pairs without an update."""
+        return h_PR if self.updated is None else h_PR.masked_fill(self.to_pairs(~self.updated), 0)
+
+    def scaled(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """Return `s·h` [P, r], with 0 for pairs without an update."""
+        return self.updating(h_PR * self.scaling)
+
+    def pair_experts(self) -> torch.Tensor:
+        """Return each pair's expert, [P], computed once for all projections."""
+        if self._pair_experts is None:
+            self._pair_experts = self.experts.reshape(-1)
+        return self._pair_experts
+
+    def pair_tokens(self) -> torch.Tensor:
+        """Return each pair's token, [P]."""
+        return torch.arange(self.tokens, device=self.experts.device).repeat_interleave(self.k)
+
+    def pair_rows(self) -> torch.Tensor:
+        """Return each pair's row in a table of (token, expert) [T·n, …], [P], computed once for all projections."""
+        if self._pair_rows is None:
+            self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
+        return self._pair_rows
+
+    # --- the five maps ---
+
+    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return x_TM.repeat_interleave(self.k, dim=0)
+
+    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        y_TJM = y_PM.view(self.tokens, self.k, y_PM.shape[1])
+        return torch.bmm(self.gates.unsqueeze(1), y_TJM).squeeze(1) if gated else y_TJM.sum(1)
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    # --- from tokens and to tokens ---
+
+    def shrink_token_rows(self, x_TM: torch.Tensor, A: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return `shrink(spread(x), A)` [P, r] for each A."""
+        return _apply(_ShrinkTokens, self, x_TM, *A)
+
+    def expand_collected(
+        self, h_PR: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
+        """Return `base + collect(expand(h, B))` [T, m]. With `in_place`, base may be overwritten."""
+        return _apply(_ExpandCollect, self, base_TM, h_PR, B)
+
+
+class Dense(Pairs):
+    """Pairs by masks: products use the matrices of all experts at once. Columns of other experts are masked."""
 
     def _mask(self, h_PR: torch.Tensor) -> torch.Tensor:
         """Return h [P, r] as [P, n·r], zero outside the pair's expert."""
@@ -270,14 +329,13 @@ class Dense(Dispatch):
         return (self._mask(h_PR).T @ y_PM).view(self.n, h_PR.shape[1], -1)
 
 
-class Gather(Dispatch):
-    """Dispatch by copies, for few tokens. The copied matrices of a token's experts form one LoRA of rank k·r."""
+class Gather(Pairs):
+    """Pairs by copies, for few tokens. The copied matrices of a token's experts form one LoRA of rank k·r."""
 
-    def cast(self, A: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return A  # `_of_pairs` casts only the chosen experts' matrices
+    casts = False  # only the chosen experts' matrices are cast
 
-    def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        return [[self._shrink_tokens(x_TM, A_NRM)] for x_TM, A_NRM in zip(x, A, strict=True)]
+    def shrink_token_rows(self, x_TM: torch.Tensor, A: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [self._shrink_tokens(x_TM, A_NRM) for A_NRM in A]
 
     def _shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         r, A_PRM = A.shape[1], self._of_pairs(A, x_TM.dtype)
@@ -286,10 +344,10 @@ class Gather(Dispatch):
         # A row times a matrix: the product of a matrix with one column takes several times as long on a CPU.
         return torch.bmm(x_TM.unsqueeze(1), self._by_token(A_PRM).transpose(1, 2)).view(-1, r)
 
-    def expand_collect(
-        self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
+    def expand_collected(
+        self, h_PR: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
-        h_PR, B_PRM = (h[0] * self.scaled_gates()).to(base_TM.dtype), self._of_pairs(B, base_TM.dtype)
+        B_PRM = self._of_pairs(B, base_TM.dtype)
         if statically_known(self.tokens == 1):
             return plus_product(base_TM, h_PR.view(1, -1), B_PRM.flatten(0, 1), in_place)
         # One batched product: a token's h [1, k·r] with the rows of its experts [k·r, m].
@@ -324,14 +382,17 @@ class Gather(Dispatch):
 
     # --- of one token, as `Views` ---
 
-    def shrink_token(self, x_1M: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
-        return self.shrink_tokens([x_1M], [self.cast(A, x_1M.dtype)])[0]
+    def shrink_token(self, x_1M: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        return self._shrink_tokens(x_1M, A)
 
-    def shrink_each(self, y_KM: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
-        return [self.shrink(y_KM, self.cast(A, y_KM.dtype))]
+    def shrink_each(self, y_KM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        return self.shrink(y_KM, A)
 
-    def expand_each(self, h: Sequence[torch.Tensor], B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
-        h_K1R = self.updating(h[0]).unsqueeze(1)
+    def expand_collect(self, h_KR: torch.Tensor, B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
+        return self.expand_collected((h_KR * self.scaled_gates()).to(base_1M.dtype), B, base_1M, in_place=False)
+
+    def expand_each(self, h_KR: torch.Tensor, B: torch.Tensor, base_1M: torch.Tensor) -> torch.Tensor:
+        h_K1R = self.updating(h_KR).unsqueeze(1)
         return torch.baddbmm(base_1M, h_K1R, self._of_pairs(B, base_1M.dtype), alpha=self.scaling).squeeze(1)
 
 
@@ -400,7 +461,7 @@ def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once_differentiable(run)
 
 
-def _apply(function: Any, part: Dispatch, *tensors: torch.Tensor) -> Any:
+def _apply(function: Any, part: Pairs, *tensors: torch.Tensor) -> Any:
     """Apply the function with its backward. Without gradients, or if torch.compile derives them, only compute it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function.compute(part, *tensors)
@@ -411,12 +472,12 @@ class _ShrinkTokens(torch.autograd.Function):
     """`shrink(spread(x), A)` of one part for each A. Backward spreads the tokens again instead of keeping the pairs."""
 
     @staticmethod
-    def compute(part: Dispatch, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def compute(part: Pairs, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x_PM = part.spread(x_TM)
         return tuple(part.shrink(x_PM, A) for A in matrices)
 
     @staticmethod
-    def forward(ctx: Any, part: Dispatch, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, part: Pairs, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.part = part
         ctx.save_for_backward(x_TM, *matrices)
         return _ShrinkTokens.compute(part, x_TM, *matrices)
@@ -424,7 +485,7 @@ class _ShrinkTokens(torch.autograd.Function):
     @staticmethod
     @without_autocast_once
     def backward(ctx: Any, *d_h: torch.Tensor) -> Any:
-        part: Dispatch = ctx.part
+        part: Pairs = ctx.part
         x_TM, *matrices = ctx.saved_tensors
         # Backward to x: expand each gradient onto the pairs, add up, and collect by token.
         d_x_TM = None
@@ -445,11 +506,11 @@ class _ExpandCollect(torch.autograd.Function):
     """`base + collect(expand(h, B))` of one part."""
 
     @staticmethod
-    def compute(part: Dispatch, base_TM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def compute(part: Pairs, base_TM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return part.collect(part.expand(h_PR, B)).add_(base_TM)
 
     @staticmethod
-    def forward(ctx: Any, part: Dispatch, base_TM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, part: Pairs, base_TM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         ctx.part = part
         ctx.save_for_backward(h_PR, B)
         return _ExpandCollect.compute(part, base_TM, h_PR, B)
@@ -457,7 +518,7 @@ class _ExpandCollect(torch.autograd.Function):
     @staticmethod
     @without_autocast_once
     def backward(ctx: Any, d_TM: torch.Tensor) -> Any:
-        part: Dispatch = ctx.part
+        part: Pairs = ctx.part
         h_PR, B = ctx.saved_tensors
         # The transposes: spread for collect, shrink for expand, outer for B.
         d_PM = part.spread(d_TM)
@@ -466,16 +527,14 @@ class _ExpandCollect(torch.autograd.Function):
 
 # --- pairs sorted by their expert ------------------------------------------------------------------------------------
 
-# Slots per part. Two cover the usual top_k in one part. More would need more memory than plain LoRA of the same rank.
-PART_SLOTS = 2
 
-
-class _Part(Dispatch):
+class _SortedPairs(Pairs):
     """
-    Some of the slots, with pairs in another order. `_rows` [T, j] are the rows of each token's pairs, `_tokens` [P] is
+    Pairs in another order. `_rows` [T, j] are the rows of each token's pairs, `_tokens` [P] is
     the token of each row.
     """
 
+    slots = PART_SLOTS
     _rows: torch.Tensor
     _tokens: torch.Tensor
 
@@ -546,7 +605,7 @@ def _of_slots(y_PM: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
     return y_PM.index_select(0, rows_TJ.flatten()).view(*rows_TJ.shape, y_PM.shape[1])
 
 
-class Blocks(_Part):
+class Blocks(_SortedPairs):
     """
     Sorts pairs by expert and pads them to blocks of one expert each, for batched products.
 
@@ -632,7 +691,7 @@ def statically_known(condition: bool) -> bool:
     return statically_known_true(condition) if torch.compiler.is_compiling() else condition
 
 
-class Sorted(_Part):
+class Sorted(_SortedPairs):
     """Sorts pairs by expert for grouped products: no padding, but only where torch has a kernel."""
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, *args: Any) -> None:
@@ -665,29 +724,3 @@ class Sorted(_Part):
             self._idle = (self._ends.diff(prepend=self._ends.new_zeros(1)) == 0).view(-1, 1, 1)
         # The kernel of some GPUs leaves the sum of a group without rows undefined (pytorch/pytorch#172439).
         return F.grouped_mm(h_PR.T, y_PM, offs=self._ends).masked_fill(self._idle, 0)
-
-
-class InParts(Dispatch):
-    """Several parts of `PART_SLOTS` slots each, computed one after another."""
-
-    def __init__(
-        self,
-        part: type[_Part],
-        experts_TK: torch.Tensor,
-        gates_TK: torch.Tensor,
-        num_experts: int,
-        scaling: float,
-        all_columns: bool = False,
-        updated_TK: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(experts_TK, gates_TK, num_experts, scaling, all_columns, updated_TK)
-        slots = [values_TK.split(PART_SLOTS, dim=1) for values_TK in (experts_TK, gates_TK)]
-        updated = [None] * len(slots[0]) if updated_TK is None else updated_TK.split(PART_SLOTS, dim=1)
-        self._parts = [
-            part(experts_TJ, gates_TJ, num_experts, scaling, False, updated_TJ)
-            for experts_TJ, gates_TJ, updated_TJ in zip(*slots, updated, strict=True)
-        ]
-
-    @property
-    def parts(self) -> Sequence[Dispatch]:
-        return self._parts

@@ -17,26 +17,25 @@ Legend: T tokens, n experts, k slots, r rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .dispatch import Blocks, Dense, Dispatch, Gather, InParts, Sorted, Views, statically_known
+from .dispatch import Blocks, Dense, Dispatch, Gather, Pairs, Sorted, Views, statically_known
 
 DispatchMethod = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
-# A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
-_METHODS: dict[str, Callable[..., Dispatch]] = {
-    "dense": partial(Dense, all_columns=True),
-    "blocks": partial(InParts, Blocks),
-    "sorted": partial(InParts, Sorted),
-    "gather": Gather,
-    "dense-blocks": partial(InParts, Blocks, all_columns=True),
-    "dense-sorted": partial(InParts, Sorted, all_columns=True),
+# Each method's pairs, and whether products of tokens use the columns of all experts.
+_METHODS: dict[str, tuple[type[Pairs], bool]] = {
+    "dense": (Dense, True),
+    "blocks": (Blocks, False),
+    "sorted": (Sorted, False),
+    "gather": (Gather, False),
+    "dense-blocks": (Blocks, True),
+    "dense-sorted": (Sorted, True),
 }
 
 
@@ -251,8 +250,9 @@ class BatchRoutes(NamedTuple):
     def dispatch(self, dtype: torch.dtype) -> Dispatch:
         """Return the batch's dispatch by `method`, with products in this dtype."""
         experts_TK, updated_TK = self.matrices()
-        make = _METHODS[self.method(dtype)]
-        return make(experts_TK, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_TK)
+        pairs, columns = _METHODS[self.method(dtype)]
+        gates_TK = self.gates.to(dtype)
+        return Dispatch(pairs, columns, experts_TK, gates_TK, self.num_experts, self.scaling, updated_TK)
 
     def token(self, dtype: torch.dtype) -> Gather | Views:
         """
@@ -262,7 +262,7 @@ class BatchRoutes(NamedTuple):
         if _may_read(self.experts):
             return Views(self.experts, self.gates.to(dtype), self.num_experts, self.scaling)
         experts_1K, updated_1K = self.matrices()
-        return Gather(experts_1K, self.gates.to(dtype), self.num_experts, self.scaling, updated_TK=updated_1K)
+        return Gather(experts_1K, self.gates.to(dtype), self.num_experts, self.scaling, updated_1K)
 
 
 def _may_read(tensor: torch.Tensor) -> bool:

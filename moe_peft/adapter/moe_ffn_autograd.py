@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import Dispatch, without_autocast_once
+from .dispatch import Dispatch, Pairs, without_autocast_once
 from .ffn_layout import FFNLayout
 
 
@@ -36,7 +36,7 @@ class PairInputs(NamedTuple):
         m = len(flat) // 3
         return cls(flat[:m], flat[m : 2 * m], flat[2 * m :])
 
-    def activations(self, part: Dispatch) -> list[torch.Tensor]:
+    def activations(self, part: Pairs) -> list[torch.Tensor]:
         """Return, for each input projection, the base's output plus the update of the pair's expert, [P, f']."""
         return [
             part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand(h_PR, B_NRF, part.spread(pre_TF))
@@ -105,7 +105,7 @@ class _MixedHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Dispatch, layout: FFNLayout, act: Any, keep: bool, dropout: float, *tensors: torch.Tensor | None
+        ctx: Any, part: Pairs, layout: FFNLayout, act: Any, keep: bool, dropout: float, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         A_down, gates, *flat = tensors
         inputs = PairInputs.of(flat)
@@ -127,7 +127,7 @@ class _MixedHidden(torch.autograd.Function):
     @staticmethod
     @without_autocast_once
     def backward(ctx: Any, dz_TF: torch.Tensor, d_low_PR: torch.Tensor | None) -> Any:
-        part: Dispatch = ctx.part
+        part: Pairs = ctx.part
         mask_PF, A_down, _, *flat = ctx.saved_tensors
         kept = PairInputs.of(flat)
         # Forward again: the pairs' pre-activations, if they were not saved, and the activation with its graph.

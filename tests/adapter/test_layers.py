@@ -20,7 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moe_peft import MoELoraConfig, pin_dispatch
 from moe_peft.adapter import dispatch_choice
-from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gather, Sorted
+from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gather, Pairs, Sorted
 from moe_peft.adapter.dispatch_choice import choose_method
 from moe_peft.adapter.ffn_layout import find_layout
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
@@ -313,16 +313,17 @@ def test_a_pinned_method_is_what_runs_also_where_columns_are_few(method, mixing,
 
     for cls in (Dense, Gather, Blocks, Sorted):
         noted(cls, "shrink")
-    for name in ("pair_rows", "gate_columns"):  # what products with all experts' columns need
-        noted(Dispatch, name)
+    # What products with all experts' columns need.
+    noted(Dispatch, "gate_columns")
+    noted(Pairs, "pair_rows")
     layer = ffn_layer(mixing=mixing, num_experts=4, r=8)
     with pin_dispatch(method):
         layer(tensors(16)[0])
     by_pairs = {"dense": "Dense", "blocks": "Blocks", "sorted": "Sorted", "gather": "Gather"}[method.split("-")[-1]]
-    assert calls - {"Dispatch"} == (
+    assert calls - {"Dispatch", "Pairs"} == (
         set() if mixing == "projection" and not method.startswith(("blocks", "sorted")) else {by_pairs}
     )
-    assert ("Dispatch" in calls) == method.startswith("dense")
+    assert bool(calls & {"Dispatch", "Pairs"}) == method.startswith("dense")
 
 
 def test_pins_hold_in_their_block_alone():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_peft.adapter.dispatch import Blocks, Dense, Gather, InParts, Sorted
+from moe_peft.adapter.dispatch import Blocks, Dense, Dispatch, Gather, Sorted
 
 N, R, IN, OUT, SCALING = 5, 4, 8, 12, 0.7
 METHODS = ["dense", "gather", "blocks", "sorted", "parts of blocks", "parts of sorted"]
@@ -18,8 +18,7 @@ def make_dispatch(name, k, all_columns=False, tokens=11, seed=0, device="cpu", d
     experts[experts == 3] = 4 if k == 1 else 3  # with one slot, expert 3 gets no token
     gates = (torch.rand(tokens, k, generator=generator) + 0.1).to(dtype or DTYPES[name])
     experts, gates = experts.to(device), gates.to(device)
-    columns = {"all_columns": True} if all_columns else {}
     kinds = {"dense": Dense, "gather": Gather, "blocks": Blocks, "sorted": Sorted}
-    if name.startswith("parts of "):
-        return InParts(kinds[name[9:]], experts, gates.requires_grad_(), N, SCALING, **columns)
-    return kinds[name](experts, gates.requires_grad_(), N, SCALING, **columns)
+    kind = kinds[name.removeprefix("parts of ")]
+    whole = type(kind.__name__, (kind,), {"slots": kind.slots if name.startswith("parts of ") else None})
+    return Dispatch(whole, all_columns, experts, gates.requires_grad_(), N, SCALING)

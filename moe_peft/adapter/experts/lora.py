@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -150,6 +150,7 @@ class LoraExperts(Experts):
 
         # Gate and up: [1, f], or with mixing "output" of every expert, [k, f].
         x_1D, hidden = x_1D.to(dtype), []
+        h: Any  # products of A, as `one` needs them
         for name, y_1F in zip(layout.inputs, outputs, strict=True):
             if name in A:
                 h = one.shrink_token(x_1D, self.each(A[name]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,24 +48,24 @@ def parser(prog: str) -> SettingsParser:
 def run(settings: MixSettings) -> None:
     check_models(adapters=settings.adapters, models=settings.models, base=settings.base, add_to=settings.add_to)
     check_files(**{"--data": settings.data, "--test-data": settings.test_data})
-    from ..combine.mix import labels_of, mix  # only now: these imports take seconds
+    from ..combine.mix import mix  # only now: these imports take seconds
 
     measured = mix(settings)
     if measured is None:
         print("not evaluated: give --data, some rows of each expert, to see whether it beats merging the experts")
     else:
-        print_held_out(measured, labels_of(settings))
+        print_held_out(measured)
     for line in destinations(settings):
         print(line)
     print(settings.output)
 
 
-def print_held_out(measured: HeldOut, experts: Sequence[str]) -> None:
+def print_held_out(measured: HeldOut) -> None:
     """Print the results of every way to answer, the routing of requests and tokens, and the verdict."""
     from ..combine.held_out import shown
 
     console = Console(markup=False, emoji=False)
-    labels = list(measured.rows)
+    experts, labels = measured.labels, list(measured.rows)
     columns = labels if len(labels) <= MOST_ALONE else []  # more do not fit a terminal
     for title, by_way, form in (
         ("Right answers", measured.right, "{:.1%}"), ("Loss per token", measured.losses, "{:.4f}"),

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from ..utils.hosts import trusted_hosts
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
-from ..utils.validation import Count, Flag, Integer, Number, Settings, Text, TextList
+from ..utils.validation import Count, Flag, Integer, Number, Settings, Text, TextList, check_rules
 from .settings import SettingsParser, check_files, check_models
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ class PickSettings(Settings):
                 f"labels={labels}: two adapters have the same name; give others (--labels)",
             ),
         ]
-        for wrong, message in rules:
-            if wrong:
-                raise InputError(message)
+        check_rules(rules)
         return self
 
 
@@ -232,24 +230,13 @@ def requests_by_label(
     settings: PickSettings, files: Sequence[str], field: str, tokenizer: Any
 ) -> dict[str, list[Request]]:
     """Read the requests of each adapter from the files of a setting."""
+    from ..combine.texts import rows_by_label
     from ..routing.expert_map import label_text
-    from ..training.data import check_label_values, check_rows, drawn, load_data, rows_of_labels
+    from ..training.data import check_rows, drawn
 
-    column = settings.label_column
-    if column is None:
-        labels = [label_text(label) for label in settings.labels or [Path(file).stem for file in files]]
-        parts = {label: load_data(file, field, None) for label, file in zip(labels, files, strict=True)}
-    else:
-        data = load_data(files[0], field, column)
-        check_label_values(data, field, column)
-        rows = rows_of_labels(map(label_text, data[column]))
-        labels = list(map(label_text, settings.labels or rows))
-        for label in labels:
-            if label not in rows:
-                raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which {field} has")
-        parts = {label: data.select(rows[label]) for label in labels}
+    labels = settings.labels and [*map(label_text, settings.labels)]
     requests = {}
-    for label, part in parts.items():
+    for label, part in rows_by_label(files, field, settings.label_column, labels).items():
         of_format = next((kind for kind in _FORMATS if {*kind} <= {*part.column_names}), None)
         if of_format is None:
             raise InputError(f"{field}: columns {part.column_names}: needs messages, prompt and completion, or text")

@@ -26,7 +26,6 @@ _KEPT = {field.name for field in fields(MoELoraConfig)} - {
 }  # fmt: skip
 
 
-@torch.no_grad()
 def put_expert(
     base: Any,
     mixture: str | os.PathLike,
@@ -73,7 +72,14 @@ def put_expert(
     3
     ```
     """
-    folder = open_folder(mixture, "mixture", MoELoraFolder)
+    return join_expert(base, open_folder(mixture, "mixture", MoELoraFolder), adapter, expert, name)
+
+
+@torch.no_grad()
+def join_expert(
+    base: Any, folder: MoELoraFolder, adapter: str | os.PathLike, expert: int | None = None, name: str | None = None
+) -> PeftModel:
+    """Add an expert to an opened mixture, or replace one. For the arguments see `put_expert`."""
     config = folder.config
     if not config.router_class.expert_rows:
         raise InputError(f"{folder}: router_type={config.router_type!r} has no parameters of single experts")

@@ -22,6 +22,7 @@ from ..models.gates import uniform_gates
 from ..models.introspection import end_tokens, greedy_decoding, observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts, only_expert
+from ..training.data import rows_of_labels
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
 from ..utils.messages import InputError, one_line
 from ..utils.torch_contexts import evaluating
@@ -33,6 +34,16 @@ _THOUGHTS = re.compile(r"\A.*?</think>\s*", re.DOTALL)  # <think> may be in the 
 OWN, PICKED = "each its own", "picked by its request"
 MEAN_OF_ADAPTERS, MEAN_OF_MODELS = "mean of the adapters", "mean of the models"
 MERGED, DISTILLED = "one LoRA (RegMean)", "one LoRA (distilled)"
+
+
+def check_not_taken(labels: Sequence[str], gates: str) -> None:
+    """Raise if an expert has the name of a way to answer, or of a column of the tables."""
+    taken = (BASE, "mean", MEAN_OF_ADAPTERS, MEAN_OF_MODELS, MERGED, DISTILLED, OWN, PICKED, f"{gates} gates")
+    for label in labels:
+        if label in taken:
+            raise InputError(
+                f"labels={[*labels]}: {label!r} is a line or column of the tables; give another (--labels)"
+            )
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,18 @@ class HeldOutRows:
         by_label = {label: range(end - n, end) for label, end, n in zip(labels, ends, counts, strict=True)}
         return replace(self, rows=self.rows.select(kept), by_label=by_label)
 
+    def taught(self, rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> HeldOutRows:
+        """
+        Return held-out prompts with the answers of their teachers, which nobody judges.
+
+        Args:
+            rows: tokenized rows, with the index of their teacher in `labels`, `expert`.
+            labels: names of the teachers.
+        """
+        of_label = rows_of_labels(row["expert"] for row in rows)
+        by_label = {label: of_label[i] for i, label in enumerate(labels) if i in of_label}
+        return replace(self, rows=Dataset.from_list([*rows]), by_label=by_label, judge=None)
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -125,6 +148,7 @@ class HeldOut:
     Results of a mixture, or of a merged LoRA, on held-out rows.
 
     Args:
+        labels: names of all experts, in order.
         rows: label → its number of held-out rows.
         losses: way to answer → mean loss per scored token.
         right: way → share of rows with a right answer: greedy decoding gives exactly the row's answer, or a judge
@@ -140,6 +164,7 @@ class HeldOut:
         harm: of a distilled LoRA, loss per token of the base's answers to general requests, above the base's.
     """
 
+    labels: list[str]
     rows: dict[str, int]
     losses: dict[str, Measure]
     right: dict[str, Measure]
@@ -341,7 +366,7 @@ def _held_out(
             + (f", {lost:.1%} go to the base" if lost else "")
             + ("." if general is None else f"; of general requests, {general:.0%} go to the base.")
         )
-    return HeldOut(rows, losses, right, shares, lost, general, reached, sentences)
+    return HeldOut([*labels], rows, losses, right, shares, lost, general, reached, sentences)
 
 
 def shown(way: str, labels: Sequence[str]) -> str:

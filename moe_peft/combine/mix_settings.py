@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ..utils.foreign import FOREIGN_TO_MIX
-from ..utils.messages import InputError
-from ..utils.validation import Count, Flag, Integer, Number, Seed, Settings, Text, TextList
+from ..utils.validation import Count, Flag, Integer, Number, Seed, Settings, Text, TextList, check_rules
 
 OURS = "ours"  # value of `neutral` for the built-in list
 MOST_ALONE = 8  # up to this number, each expert is measured alone on all rows and has a column in tables
@@ -132,7 +131,6 @@ class MixSettings(Settings):
                 not self.data and (self.label_column or self.test_data or self.right),
                 "label_column, test_data, right: go with data",
             ),
-            (self.keep_sums and self.gates != "ridge", f"keep_sums: gates={self.gates!r} have none; leave it out"),
             (
                 self.neutral and (self.models or self.add_to),
                 "neutral: is for new mixtures of adapters; leave it out",
@@ -164,7 +162,5 @@ class MixSettings(Settings):
             wrong = bool(files) and (len(files) == 1) == (self.label_column is None)
             wrong = wrong and not (self.add_to and len(files) == 1)  # a file of the new expert
             rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
-        for wrong, message in rules:
-            if wrong:
-                raise InputError(message)
+        check_rules(rules)
         return self

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 
-from ..models.gate_init import find_gate_init
-from ..native.gate_sums import FILE as SUMS
 from ..routing.expert_map import label_text
-from ..training.data import FORMATS, check_learnable, check_rows, drawn, load_data, rows_of_labels, with_shared_format
+from ..training.data import (
+    FORMATS,
+    check_label_values,
+    check_learnable,
+    check_rows,
+    drawn,
+    load_data,
+    rows_of_labels,
+    with_shared_format,
+)
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import reading
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
 from .distil import Tokens, general_requests, prompt_tokens, short_prompts
 from .held_out import AnswerChecker, HeldOutRows
-from .mix_settings import OURS, MixSettings
-from .request_gate import BASE
+from .mix_settings import OURS, Prompts
 from .request_texts import Request, read_neutral, request_of, request_text
 
 logger = logging.getLogger("moe_peft")
+
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def read_requests(file: str | None, field: str) -> list[str]:
@@ -44,204 +52,180 @@ def read_requests(file: str | None, field: str) -> list[str]:
     return [*dict.fromkeys(filter(None, texts))]
 
 
-@dataclass(frozen=True)
-class CalibrationData:
+def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:
+    """Return general requests, built-in or from a file: for gates, and held out (every eighth)."""
+    texts = read_neutral(None if file == OURS else file)
+    return [text for i, text in enumerate(texts) if i % 8], texts[::8]
+
+
+def rows_by_label(
+    files: Sequence[str],
+    field: str,
+    column: str | None = None,
+    labels: Sequence[str] | None = None,
+    alone: str | None = None,
+) -> dict[str, Dataset]:
     """
-    Reads the experts' texts, from `--data`, `--test-data` or prompts.
+    Read rows by label, from one file with a label column or from one file for each label.
 
     Args:
-        joins: whether texts of the new expert alone are enough, because there are sums of the other experts' texts.
+        files: the file with the label column, or the files in the order of `labels`.
+        field: the flag of the files, for messages.
+        column: the label column; None: a file for each label.
+        labels: the labels to return; None: names of the files, or all values of the column.
+        alone: a label whose rows may come without rows of the other labels.
     """
+    if column is None:
+        stems = [label_text(Path(file).stem) for file in files]
+        wanted = [alone] if alone is not None and len(files) == 1 else stems if labels is None else [*labels]
+        if len(files) != len(wanted):
+            raise InputError(f"{field}: {len(files)} files for {len(wanted)} experts; give one for each")
+        if stems != wanted and sorted(stems) == sorted(wanted):
+            raise InputError(f"{field}: {files[0]}: give the files in the order of {', '.join(wanted)}")
+        return {label: load_data(file, field, None) for label, file in zip(wanted, files, strict=True)}
+    data = load_data(files[0], field, column)
+    check_label_values(data, field, column)
+    rows = rows_of_labels(map(label_text, data[column]))
+    wanted = [*rows] if labels is None else [*labels]
+    if alone is not None and rows.keys() & {*wanted} == {alone}:
+        wanted = [alone]
+    for label in wanted:
+        if label not in rows:
+            raise InputError(f"{choice_error('labels', label, list(rows)[:8])}, which {field} has")
+    if left := rows.keys() - {*wanted}:
+        logger.warning("%s: rows of %s are left out: no expert has that name", field, ", ".join(sorted(left)[:8]))
+    return {label: data.select(rows[label]) for label in wanted}
 
-    settings: MixSettings
-    labels: Sequence[str]
-    tokenizer: Any
-    joins: bool = False
 
-    def by_expert(self, field: str) -> list[Dataset] | None:
-        """Return the rows of each expert, with its index in a column `expert`. None if `field` is not set."""
-        files, column = getattr(self.settings, field), self.settings.label_column
-        if files is None:
-            return None
-        named, labels = f"--{field.replace('_', '-')}", self.labels
-        if column is None:
-            labels = [self.new] if self.joins and len(files) == 1 else labels
-            if len(files) != len(labels):
-                raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
-            stems = [label_text(Path(file).stem) for file in files]
-            if stems != [*labels] and sorted(stems) == sorted(labels):
-                raise InputError(f"{named}: {files[0]}: give the files in the order of {', '.join(labels)}")
-            parts = [load_data(file, named, None) for file in files]
-        else:
-            data = load_data(files[0], named, column)
-            rows = rows_of_labels(map(label_text, data[column]))
-            if self.settings.add_to is not None and rows.keys() & set(labels) == {self.new}:
-                labels = self._alone(named)
-            for label in labels:
-                if label not in rows:
-                    raise InputError(
-                        f"{choice_error('labels', label, list(rows)[:8])}, which {named} has; name the experts by them"
-                    )
-            parts = [data.select(rows[label]) for label in labels]
-            if left := rows.keys() - set(labels):
-                logger.warning(
-                    "%s: rows of %s are left out: no expert has that name", named, ", ".join(sorted(left)[:8])
-                )
-        parts = with_shared_format(parts, named)
-        for part in parts:
-            check_rows(part, named, self.tokenizer)
-        return [
-            part.add_column("expert", [self.labels.index(label)] * len(part))
-            for label, part in zip(labels, parts, strict=True)
-        ]
+def expert_rows(
+    files: Sequence[str],
+    field: str,
+    labels: Sequence[str],
+    tokenizer: Any,
+    column: str | None = None,
+    alone: str | None = None,
+) -> list[Dataset]:
+    """
+    Read the rows of each expert, with the expert's index in a column `expert`. All have the same other columns.
 
-    @property
-    def new(self) -> str:
-        """Name of the expert added to a mixture."""
-        return self.labels[-1 if self.settings.replace is None else self.settings.replace]
+    Args:
+        labels: names of all experts. For the other arguments see `rows_by_label`.
+        tokenizer: has the chat template for conversations.
+    """
+    found = rows_by_label(files, field, column, labels, alone)
+    parts = with_shared_format([*found.values()], field)
+    for part in parts:
+        check_rows(part, field, tokenizer)
+    return [
+        part.add_column("expert", [labels.index(label)] * len(part)) for label, part in zip(found, parts, strict=True)
+    ]
 
-    def _alone(self, named: str) -> list[str]:
-        """Return only the new expert's label, for rows of it alone. Raise if there are no sums of other experts."""
-        if self.joins:
-            return [self.new]
-        raise InputError(
-            f"{named}: has only rows of {self.new!r}, and {self.settings.add_to!r} has no {SUMS} of the others' texts "
-            "(--keep-sums); give rows of all experts"
+
+def split_rows(
+    parts: Sequence[Dataset],
+    tests: Sequence[Dataset] | None,
+    labels: Sequence[str],
+    calibration_examples: int | None = None,
+    test_examples: int | None = None,
+    seed: int = 0,
+) -> tuple[Dataset, Dataset]:
+    """
+    Return calibration rows and held-out rows, without overlap.
+
+    Args:
+        parts: rows of each expert, from `expert_rows`.
+        tests: held-out rows of each expert; None: some of `parts`.
+        labels: names of all experts.
+        calibration_examples: maximum number of an expert's calibration rows; None: 256, and 4096 in all.
+        test_examples: maximum number of an expert's held-out rows; None: 64, and 512 in all.
+        seed: seed of the draw of rows.
+    """
+    n = len(labels)
+    most, measured = calibration_examples or max(1, min(256, 4096 // n)), test_examples or max(1, min(64, 512 // n))
+    parts = [drawn(part, len(part), seed) for part in parts]
+    counts = [min(most, len(part) // (2 if tests is None else 1)) for part in parts]
+    if not all(counts):
+        label = labels[parts[counts.index(0)]["expert"][0]]
+        raise InputError(f"--data: one row of {label!r}; give two or more, or --test-data")
+    if tests is None:
+        held_out = [part.select(range(count, len(part))) for count, part in zip(counts, parts, strict=True)]
+    else:
+        held_out = [drawn(part, len(part), seed) for part in tests]
+    held_out = [part.select(range(min(measured, len(part)))) for part in held_out]
+    used = [part.select(range(count)) for count, part in zip(counts, parts, strict=True)]
+    return _joined(used, "--data"), _joined(held_out, "--data" if tests is None else "--test-data")
+
+
+def _joined(parts: Sequence[Dataset], field: str) -> Dataset:
+    """Concatenate the rows. Their messages may have different keys."""
+    with reading(f"{field}: rows of its files do not go together"):
+        return Dataset.from_list([row for part in parts for row in part])
+
+
+# --- prompts in place of rows ----------------------------------------------------------------------------------------
+
+
+def prompt_rows(prompts: Mapping[str, Prompts], labels: Sequence[str], alone: str | None = None) -> Dataset:
+    """
+    Return a row for each text, with the expert's index in a column `expert`, and in a column `negative` whether the
+    text is an example of what the expert is not for.
+
+    Args:
+        labels: names of all experts.
+        alone: an expert whose texts may come without texts of the others.
+    """
+    given = {label_text(label): texts for label, texts in prompts.items()}
+    wanted = [alone] if alone is not None and given.keys() == {alone} else [*labels]
+    for label in [*(given.keys() - {*wanted}), *({*wanted} - given.keys())]:
+        raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(wanted)}")
+    return Dataset.from_list([
+        {"text": text, "expert": labels.index(label), "negative": negative}
+        for label in wanted
+        for negative in (False, True)
+        for text in (given[label].negative if negative else given[label].positive)
+    ])  # fmt: skip
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def requests_of_prompts(prompts: Mapping[str, Prompts]) -> dict[str, list[Request]]:
+    """Return example requests for each expert: its positive prompts."""
+    return {label_text(label): [*of_label.positive] for label, of_label in prompts.items()}
+
+
+def requests_of_rows(rows: Dataset | None, labels: Sequence[str]) -> dict[str, list[Request]]:
+    """Return example requests for each expert: the requests of its rows. Tokenized rows have none."""
+    found: dict[str, list[Request]] = {}
+    for row in rows or ():
+        if request_text(request := request_of(row)).strip():
+            found.setdefault(labels[row["expert"]], []).append(request)
+    return found
+
+
+def unanswered_prompts(
+    rows: Dataset, labels: Sequence[str], tokenizer: Any, max_length: int, field: str
+) -> list[list[Tokens]]:
+    """Return the tokens of each expert's prompts, without their answers. `field` names who asks for them."""
+    prompts: list[list[Tokens]] = [[] for _ in labels]
+    for row in rows:
+        request = _unanswered(row)
+        if request is None:
+            raise InputError(
+                f"{field}: rows of --data are texts, where no answer begins; give prompts and completions, or "
+                "messages (answers are not read)"
+            )
+        prompts[row["expert"]].append(
+            prompt_tokens(tokenizer, request, row.get("tools"), row.get("chat_template_kwargs"))
         )
+    return [short_prompts(of_expert, max_length) for of_expert in prompts]
 
-    def split(self) -> tuple[Dataset | None, Dataset | None]:
-        """
-        Return calibration rows and held-out rows. Without `--test-data`, both are from `--data`, without overlap.
-        Without `--data`, both are None.
-        """
-        s = self.settings
-        parts, tests = self.by_expert("data"), self.by_expert("test_data")
-        if parts is None:
-            return None, None
-        parts = [drawn(part, len(part), s.seed) for part in parts]
-        n = len(self.labels)
-        most = s.calibration_examples or max(1, min(256, 4096 // n))
-        counts = [min(most, len(part) // (2 if tests is None else 1)) for part in parts]
-        if not all(counts):
-            label = self.labels[parts[counts.index(0)]["expert"][0]]
-            raise InputError(f"--data: one row of {label!r}; give two or more, or --test-data")
-        if tests is None:
-            tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
-        else:
-            tests = [drawn(part, len(part), s.seed) for part in tests]
-        measured = s.test_examples or max(1, min(64, 512 // n))
-        tests = [part.select(range(min(measured, len(part)))) for part in tests]
-        used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
-        return _joined(used, "--data"), _joined(tests, "--data" if s.test_data is None else "--test-data")
 
-    def of_prompts(self) -> Dataset:
-        prompts = {label_text(label): texts for label, texts in (self.settings.prompts or {}).items()}
-        labels = [self.new] if self.joins and prompts.keys() == {self.new} else self.labels
-        for label in [*(prompts.keys() - set(labels)), *(set(labels) - prompts.keys())]:
-            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(labels)}")
-        return Dataset.from_list([
-            {"text": text, "expert": self.labels.index(label), "negative": negative}
-            for label in labels
-            for negative in (False, True)
-            for text in (prompts[label].negative if negative else prompts[label].positive)
-        ])  # fmt: skip
-
-    def batches(self, rows: Dataset | None) -> list[dict[str, torch.Tensor]] | None:
-        """
-        Return calibration batches of the prompts, if set, or the rows, and of general requests. None if the gates need
-        no texts. A batch has texts of one expert, so an expert's sums do not depend on the other experts' texts.
-        """
-        s, columns = self.settings, ["expert"]
-        if s.prompts is not None:
-            rows, columns = self.of_prompts(), ["expert", "negative"]
-        if rows is None or not find_gate_init(s.gates).needs_texts:
-            return None
-        parts = [rows.select(of_expert) for of_expert in rows_of_labels(rows["expert"]).values()]
-        if s.neutral is not None:
-            texts = neutral_texts(s.neutral)[0]
-            rest = {"expert": len(self.labels), **({"negative": False} if s.prompts else {})}
-            parts.append(Dataset.from_list([{"text": text, **rest} for text in texts]))
-        return [
-            batch
-            for part in parts
-            for batch in calibration_batches(
-                part, self.tokenizer, len(part), s.batch_size, s.max_length, s.seed, columns=columns
-            )
-        ]
-
-    def merge_batches(self, rows: Dataset) -> list[dict[str, torch.Tensor]]:
-        """Return batches of the rows and of general requests (`expert` n), for `regmean`."""
-        s = self.settings
-        texts = neutral_texts(s.neutral)[0]
-        if {"messages", "prompt"}.isdisjoint(rows.column_names):
-            general: list[dict[str, Any]] = [{"text": text} for text in texts]
-        else:  # in the chat template, like the rows
-            general = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-        parts = [rows, Dataset.from_list([{**row, "expert": len(self.labels)} for row in general])]
-        return [
-            batch
-            for part in parts
-            for batch in calibration_batches(
-                part, self.tokenizer, len(part), s.batch_size, s.max_length, s.seed, columns=["expert"]
-            )
-        ]
-
-    def prompts(self, rows: Dataset) -> list[list[Tokens]]:
-        """Return the tokens of each expert's prompts, without their answers."""
-        prompts: list[list[Tokens]] = [[] for _ in self.labels]
-        for row in rows:
-            request = _unanswered(row)
-            if request is None:
-                raise InputError(
-                    f"steps={self.settings.steps}: rows of --data are texts, where no answer begins; give prompts and "
-                    "completions, or messages (answers are not read)"
-                )
-            prompts[row["expert"]].append(
-                prompt_tokens(self.tokenizer, request, row.get("tools"), row.get("chat_template_kwargs"))
-            )
-        return [short_prompts(of_expert, self.settings.max_length) for of_expert in prompts]
-
-    def general_prompts(self, rows: Dataset) -> tuple[list[Tokens], list[Tokens]]:
-        """Return the tokens of general requests in the form of the rows: chats or texts. The second are held out."""
-        is_chat = not isinstance(_unanswered(rows[0]), str)
-        parts = [
-            [prompt_tokens(self.tokenizer, request) for request in general_requests(texts, is_chat)]
-            for texts in neutral_texts(self.settings.neutral)
-        ]
-        return short_prompts(parts[0], self.settings.max_length), short_prompts(parts[1], self.settings.max_length)
-
-    def taught_parts(self, taught: Sequence[Mapping[str, Any]], parts: HeldOutRows) -> HeldOutRows:
-        """Return held-out prompts with the answers of their teachers: of each adapter, and of the base."""
-        of_label = rows_of_labels(row["expert"] for row in taught)
-        by_label = {label: of_label[i] for i, label in enumerate([*self.labels, BASE]) if i in of_label}
-        return HeldOutRows(Dataset.from_list([*taught]), by_label, parts.collator, self.settings.batch_size)
-
-    def requests(self, rows: Dataset | None) -> dict[str, list[Request]]:
-        """Return example requests for each expert: its positive prompts, or the requests of its rows."""
-        if self.settings.prompts is not None:
-            return {label_text(label): [*prompts.positive] for label, prompts in self.settings.prompts.items()}
-        found: dict[str, list[Request]] = {}
-        for row in rows or ():
-            if request_text(request := request_of(row)).strip():  # tokenized rows have no text
-                found.setdefault(self.labels[row["expert"]], []).append(request)
-        return found
-
-    def parts(self, held_out: Dataset) -> HeldOutRows:
-        args = preparation(self.settings.max_length)
-        given = held_out.to_list()
-        held_out = held_out.add_column("request", [request_text(request_of(row)) for row in given])
-        held_out = held_out.add_column("row", list(range(len(given))))
-        rows, collator = tokenized(_with_answers(held_out), self.tokenizer, args)
-        check_learnable("held-out rows", rows, args)
-        of_label = rows_of_labels(rows["expert"])
-        by_label = {label: of_label[i] for i, label in enumerate(self.labels) if i in of_label}
-        parts = HeldOutRows(rows, by_label, collator, self.settings.batch_size)
-        if (name := self.settings.right) is None:
-            return parts
-        if not parts.have_answers:
-            raise InputError(f"right={name!r}: some held-out rows are texts, not questions with answers")
-        judge = AnswerChecker(load_function(name, "right"), name, given, self.tokenizer, self.settings.max_new_tokens)
-        return replace(parts, judge=judge)
+def general_prompts(texts: Sequence[str], rows: Dataset, tokenizer: Any, max_length: int) -> list[Tokens]:
+    """Return the tokens of general requests in the form of the rows: chats or texts."""
+    is_chat = not isinstance(_unanswered(rows[0]), str)
+    requests = general_requests(texts, is_chat)
+    return short_prompts([prompt_tokens(tokenizer, request) for request in requests], max_length)
 
 
 def _unanswered(row: Mapping[str, Any]) -> Request | None:
@@ -252,6 +236,86 @@ def _unanswered(row: Mapping[str, Any]) -> Request | None:
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batching:
+    """
+    Makes batches of tokens from rows.
+
+    Args:
+        max_length: tokens per row; longer rows are truncated.
+        batch_size: rows per batch.
+        seed: seed of the order of rows.
+    """
+
+    tokenizer: Any
+    max_length: int = 1024
+    batch_size: int = 8
+    seed: int = 0
+
+    def for_gates(self, rows: Dataset, general: Sequence[str] = (), num_experts: int = 0) -> list[dict[str, Any]]:
+        """
+        Return batches of calibration rows for `init_gates`. A batch has texts of one expert, so an expert's sums do not
+        depend on the other experts' texts.
+
+        Args:
+            rows: rows with columns of `expert_rows` or of `prompt_rows`.
+            general: general requests of the base, which is the expert `num_experts`.
+        """
+        columns = ["expert", "negative"] if "negative" in rows.column_names else ["expert"]
+        parts = [rows.select(of_expert) for of_expert in rows_of_labels(rows["expert"]).values()]
+        if general:
+            rest = dict(zip(columns, (num_experts, False), strict=False))
+            parts.append(Dataset.from_list([{"text": text, **rest} for text in general]))
+        return self._batches(parts, columns)
+
+    def for_merging(self, rows: Dataset, general: Sequence[str], num_experts: int) -> list[dict[str, Any]]:
+        """Return batches of rows and of general requests (`expert` n), for `regmean`."""
+        texts: list[dict[str, Any]]
+        if {"messages", "prompt"}.isdisjoint(rows.column_names):
+            texts = [{"text": text} for text in general]
+        else:  # in the chat template, like the rows
+            texts = [{"messages": [{"role": "user", "content": text}]} for text in general]
+        return self._batches([rows, Dataset.from_list([{**row, "expert": num_experts} for row in texts])], ["expert"])
+
+    def _batches(self, parts: Sequence[Dataset], columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+        return [
+            batch
+            for part in parts
+            for batch in calibration_batches(
+                part, self.tokenizer, len(part), self.batch_size, self.max_length, self.seed, columns=columns
+            )
+        ]
+
+    def held_out(
+        self, rows: Dataset, labels: Sequence[str], right: str | None = None, max_new_tokens: int = 64
+    ) -> HeldOutRows:
+        """
+        Return tokenized held-out rows.
+
+        Args:
+            labels: names of all experts.
+            right: `module:name` of a function that judges answers; None: answers are compared word for word.
+            max_new_tokens: maximum length of an answer to judge.
+        """
+        args, given = preparation(self.max_length), rows.to_list()
+        rows = rows.add_column("request", [request_text(request_of(row)) for row in given])
+        rows = rows.add_column("row", list(range(len(given))))
+        tokens, collator = tokenized(_with_answers(rows), self.tokenizer, args)
+        check_learnable("held-out rows", tokens, args)
+        of_label = rows_of_labels(tokens["expert"])
+        by_label = {label: of_label[i] for i, label in enumerate(labels) if i in of_label}
+        judge = None
+        if right is not None:
+            judge = AnswerChecker(load_function(right, "right"), right, given, self.tokenizer, max_new_tokens)
+        held_out = HeldOutRows(tokens, by_label, collator, self.batch_size, judge)
+        if right is not None and not held_out.have_answers:
+            raise InputError(f"right={right!r}: some held-out rows are texts, not questions with answers")
+        return held_out
+
+
 def _with_answers(rows: Dataset) -> Dataset:
     """Split chats into prompts and last answers, if all end with an answer. Else return the rows unchanged."""
     chats = list(rows["messages"]) if "messages" in rows.column_names else []
@@ -259,15 +323,3 @@ def _with_answers(rows: Dataset) -> Dataset:
         return rows
     prompts, answers = [chat[:-1] for chat in chats], [chat[-1:] for chat in chats]
     return rows.remove_columns("messages").add_column("prompt", prompts).add_column("completion", answers)
-
-
-def _joined(parts: Sequence[Dataset], field: str) -> Dataset:
-    """Concatenate the rows. Their messages may have different keys."""
-    with reading(f"{field}: rows of its files do not go together"):
-        return Dataset.from_list([row for part in parts for row in part])
-
-
-def neutral_texts(file: str | None) -> tuple[list[str], list[str]]:
-    """Return general requests, built-in or from a file: for gates, and held out (every eighth)."""
-    texts = read_neutral(None if file == OURS else file)
-    return [text for i, text in enumerate(texts) if i % 8], texts[::8]

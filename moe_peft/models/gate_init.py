@@ -11,7 +11,7 @@ Legend: B texts of a batch, S positions, T real tokens, n experts, d hidden size
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -90,6 +90,16 @@ class GateInit:
         """
         raise NotImplementedError
 
+    def with_kept_sums(self) -> GateInit | None:
+        """
+        Return the initializer of the same gates whose sums a mixture may keep, so that an expert can join or leave with
+        only its own texts. None if there is none.
+
+        The sums must be named `"{expert}.{kind}"`, and those of texts for no expert `"-1.{kind}"`. Gates must follow
+        from the sums of any experts 0 to n-1. `"{expert}.xx"` is a symmetric matrix [d, d].
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class RidgeGates(GateInit):
@@ -129,6 +139,9 @@ class RidgeGates(GateInit):
         unit_DD = torch.eye(len(sums["xx"])).to(sums["xx"])
         weight_DN = torch.linalg.solve(sums["xx"] + self.penalty * unit_DD, sums["xy"])
         return F.normalize(weight_DN, dim=0).T / self.temperature
+
+    def with_kept_sums(self) -> RidgeGates:
+        return replace(self, by_expert=True)
 
 
 @dataclass(frozen=True)
@@ -218,8 +231,8 @@ def init_gates(
             [B, S]; with padding, `attention_mask` [B, S]; `expert` [B], the expert for each text; and, if some texts
             are examples of what their expert is not for, `negative` [B]. They run through the base once, without the
             adapter.
-        former: sums of other experts' texts, returned by an earlier call with `RidgeGates(by_expert=True)`. The batches
-            are added to them.
+        former: sums of other experts' texts, returned by an earlier call with the same `gates`, such as
+            `RidgeGates(by_expert=True)`, from `GateInit.with_kept_sums`. The batches are added to them.
         adapter_name: the adapter; the active one if None.
 
     Returns:

@@ -1,6 +1,6 @@
 """
-Sums of `ridge` for each expert, saved with a mixture. With them, an expert can be added, replaced or removed with only
-its own texts. The gates keep no trace of a removed expert's texts.
+Sums of gates for each expert (`GateInit.with_kept_sums`), saved with a mixture. With them, an expert can be added,
+replaced or removed with only its own texts. The gates keep no trace of a removed expert's texts.
 """
 
 from __future__ import annotations
@@ -11,21 +11,33 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..models.gate_init import RidgeGates, Sums
+from ..models.gate_init import GateInit, Sums
 from ..utils.io import reading
 from ..utils.messages import InputError
 
-FILE = "ridge_sums.safetensors"
 KEPT = 2**28  # bytes; larger sums are not kept by default
-WAY = RidgeGates(by_expert=True)
+_ENDING = "_sums.safetensors"
+
+
+def sums_file(gates: str) -> str:
+    """Return the name of the file with the sums of gates, such as "ridge_sums.safetensors"."""
+    return f"{gates}{_ENDING}"
+
+
+def gates_with_sums(folder: Path) -> str | None:
+    """Return the name of the gates whose sums a mixture's folder has. None if it has no sums."""
+    return next((file.name.removesuffix(_ENDING) for file in sorted(folder.glob(f"*{_ENDING}"))), None)
 
 
 def size_of_sums(num_experts: int, widths: Sequence[int]) -> int:
-    """Estimate the bytes of the file, for routers with these input widths."""
+    """
+    Estimate the bytes of the file, for routers with these input widths: a symmetric matrix and a vector for each
+    expert.
+    """
     return sum(8 * num_experts * (d * (d + 1) // 2 + d) for d in widths)
 
 
-def write_sums(folder: Path, sums: Sequence[Sums]) -> None:
+def write_sums(path: Path, sums: Sequence[Sums]) -> None:
     """
     Write the sums of each router, XᵀX as its upper triangle. They are float64: in float32, rounding would exceed λ.
     """
@@ -34,17 +46,17 @@ def write_sums(folder: Path, sums: Sequence[Sums]) -> None:
         for name, value in of_router.items():
             value = value.cpu().double()
             tensors[f"{i}.{name}"] = value[_triangle(len(value))] if name.endswith(".xx") else value.contiguous()
-    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
-def read_sums(folder: Path, gates: Sequence[torch.Tensor]) -> list[Sums] | None:
+def read_sums(path: Path, initializer: GateInit, gates: Sequence[torch.Tensor]) -> list[Sums] | None:
     """
     Read the sums that `write_sums` saved with a mixture. None if there is no file.
 
     Args:
+        initializer: computes gates from the sums.
         gates: weights [n, d] of the mixture's routers; the sums must give the same weights.
     """
-    path = folder / FILE
     if not path.is_file():
         return None
     with reading(f"{path}: cannot be read", "remove it, and give texts for all experts"):
@@ -60,7 +72,7 @@ def read_sums(folder: Path, gates: Sequence[torch.Tensor]) -> list[Sums] | None:
                 value[rows, columns] = value[columns, rows] = triangle
             sums[int(router)][key] = value
         fits = all(
-            torch.allclose(WAY.gates(of_router, ()).float(), weight_ND.float().cpu(), rtol=1e-3, atol=1e-3)
+            torch.allclose(initializer.gates(of_router, ()).float(), weight_ND.float().cpu(), rtol=1e-3, atol=1e-3)
             for of_router, weight_ND in zip(sums, gates, strict=True)
         )
     except (IndexError, KeyError, ValueError, RuntimeError):  # wrong names, wrong shapes, not invertible
@@ -77,11 +89,14 @@ def renumbered(sums: Sequence[Sums], experts: Sequence[int | None]) -> list[Sums
     Args:
         experts: for each new number the old number; None: an expert without sums. Sums of texts for no expert stay.
     """
-    numbers = [(str(new), str(old)) for new, old in enumerate(experts) if old is not None] + [("-1", "-1")]
-    return [
-        {f"{new}.{kind}": of[f"{old}.{kind}"] for new, old in numbers for kind in ("xx", "x") if f"{old}.{kind}" in of}
-        for of in sums
-    ]
+    numbers = {str(old): str(new) for new, old in enumerate(experts) if old is not None} | {"-1": "-1"}
+    renamed: list[Sums] = [{} for _ in sums]
+    for of_router, new_sums in zip(sums, renamed, strict=True):
+        for name, value in of_router.items():
+            expert, _, kind = name.partition(".")
+            if expert in numbers:
+                new_sums[f"{numbers[expert]}.{kind}"] = value
+    return renamed
 
 
 def _triangle(d: int) -> tuple[torch.Tensor, torch.Tensor]:

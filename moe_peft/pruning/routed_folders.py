@@ -20,9 +20,10 @@ from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
 from ..adapter.lora_conversion import averaged_linears
 from ..combine.request_gate import copy_without
+from ..models.gate_init import find_gate_init
 from ..models.introspection import NAMES_FIELD
 from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, expect
-from ..native.gate_sums import WAY, read_sums, renumbered, write_sums
+from ..native.gate_sums import gates_with_sums, read_sums, renumbered, sums_file, write_sums
 from ..native.model_folder import copy_companions
 from ..native.safetensors_io import ShardedWriter
 from ..routing.routers import make_router
@@ -146,16 +147,20 @@ class PrunableAdapter(Prunable):
         names = self.config.expert_names
         if names is not None:
             copy_without(source, folder, [name for i, name in enumerate(names) if i not in left])
+        gates = gates_with_sums(source)
+        initializer = find_gate_init(gates).with_kept_sums() if gates else None
+        if gates is None or initializer is None:
+            return
         try:
-            sums = read_sums(source, self.folder.gates)
+            sums = read_sums(source / sums_file(gates), initializer, self.folder.gates)
         except InputError:  # trained since: the gates no longer follow from the texts
             return
         if sums is not None:
             sums = renumbered(sums, left)
-            write_sums(folder, sums)
+            write_sums(folder / sums_file(gates), sums)
             for layer, of_layer in zip(self.layers, sums, strict=True):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}weight"
-                state[key] = WAY.gates(of_layer, ()).to(state[key])
+                state[key] = initializer.gates(of_layer, ()).to(state[key])
 
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]

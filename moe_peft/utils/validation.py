@@ -14,7 +14,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -200,6 +200,18 @@ def validate(kind: type[Model], values: Mapping[str, Any]) -> Model:
 # Types that a field accepts in addition to its declared type. `read_expert_map` checks the first. The second is
 # declared as text, for command lines; in a file it may also be true or false.
 _ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
+
+
+def check_rules(rules: Iterable[tuple[Any, str]]) -> None:
+    """
+    Check how settings go together.
+
+    Args:
+        rules: pairs of a condition and the message to raise if it holds. The first one counts.
+    """
+    for is_wrong, message in rules:
+        if is_wrong:
+            raise InputError(message)
 
 
 def check_fields(kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> None:

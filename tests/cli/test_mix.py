@@ -113,6 +113,7 @@ BAD = {
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
     "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "--prompts: --gates='arrow' read no texts"),
+    "sums of arrow": ({"gates": "arrow", "keep-sums": "true"}, "--keep-sums: --gates='arrow' have none; leave it out"),
     "top-k": ({"top-k": "4"}, "--top-k=4: must be at most the number of experts (3)"),
     "top-k of 0": ({"top-k": "0"}, "--top-k=0: must be at least 1"),
     "top-k a text": ({"top-k": "x"}, "--top-k='x': must be a valid integer"),
@@ -169,7 +170,6 @@ def test_bad_options_and_data_end_in_one_line(name, case, tmp_path, capsys):
     [
         (["--replace", "1"], "--replace=1: goes with --add-to"),
         (["--data", "a.jsonl"], "--data=['a.jsonl']: give one with --label-column, or one for each expert"),
-        (["--gates=arrow", "--data=a.jsonl", "--label_column=x", "--keep_sums"], "--keep-sums: --gates='arrow'"),
         (["--config", "{file}"], "data=['label_column=x.jsonl']: give one with label_column, or one for each expert"),
         (["--config", "{file}", "--add-to", "a b"], "adapters=['a', 'b']: only one can join --add-to at a time"),
     ],

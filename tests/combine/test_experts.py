@@ -18,6 +18,7 @@ from moe_peft import MoELoraConfig, force_experts, lora_to_moe, prune_experts
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import _Saved
+from moe_peft.models.gate_init import GATE_INITS, GateInit
 from moe_peft.models.steering import only_expert
 from tests.helpers.close import assert_near
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
@@ -264,10 +265,10 @@ def parts(case) -> Path:
     return case
 
 
-def made(case: Path, folder: Path, names: Sequence[str], data: str) -> dict[str, torch.Tensor]:
+def made(case: Path, folder: Path, names: Sequence[str], data: str, gates: str = "ridge") -> dict[str, torch.Tensor]:
     mix(settings(
         case, output=str(folder), adapters=[str(case / name) for name in names], data=[str(case / f"{data}.jsonl")],
-        neutral=str(case / "general.txt"), calibration_examples=6,
+        neutral=str(case / "general.txt"), calibration_examples=6, gates=gates,
     ))  # fmt: skip
     return weights(folder)
 
@@ -278,9 +279,9 @@ def load_gate(folder: Path) -> dict[str, torch.Tensor]:
     return {name: texts.vectors for name, texts in saved.texts.items()}
 
 
-def same_gates(folder: Path, other: Path) -> None:
+def same_gates(folder: Path, other: Path, gates: str = "ridge") -> None:
     """Weights, sums and the gate for requests, to the bit."""
-    for file in ("adapter_model.safetensors", "ridge_sums.safetensors", "request_gate.safetensors"):
+    for file in ("adapter_model.safetensors", f"{gates}_sums.safetensors", "request_gate.safetensors"):
         ours, theirs = load_file(folder / file), load_file(other / file)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), file
     names = [PeftConfig.from_pretrained(each).expert_names for each in (folder, other)]
@@ -295,6 +296,38 @@ def test_with_sums_an_expert_needs_only_its_own_texts(replace, parts, tmp_path):
     ))  # fmt: skip
     made(parts, tmp_path / "anew", ALL if replace is None else "adc", "four")
     same_gates(tmp_path / "joined", tmp_path / "anew")
+
+
+class Means(GateInit):
+    """Gates of a plugin, which has sums to keep: the mean of each expert's tokens."""
+
+    def sums(self, x_TD, labels):
+        of_T = torch.where(labels.negative_B, -1, labels.expert_B)[labels.text_T]
+        return {
+            f"{expert}.{kind}": value
+            for expert in {*of_T.tolist()}
+            for kind, value in (("x", x_TD[of_T == expert].sum(0)), ("tokens", (of_T == expert).sum().double()[None]))
+        }
+
+    def gates(self, sums, updates):
+        experts = sorted(int(name.removesuffix(".x")) for name in sums if name.endswith(".x"))
+        return torch.stack([sums[f"{expert}.x"] / sums[f"{expert}.tokens"] for expert in experts])
+
+    def with_kept_sums(self):
+        return self
+
+
+def test_gates_of_a_plugin_may_keep_sums_too(parts, tmp_path, monkeypatch):
+    monkeypatch.setitem(GATE_INITS, "means", Means)
+    made(parts, tmp_path / "three", "abc", "abc", "means")
+    mix(settings(
+        parts, output=str(tmp_path / "joined"), adapters=[str(parts / "d")], data=[str(parts / "own.jsonl")],
+        add_to=str(tmp_path / "three"), calibration_examples=6, gates="means",
+    ))  # fmt: skip
+    made(parts, tmp_path / "four", "abcd", "four", "means")
+    same_gates(tmp_path / "joined", tmp_path / "four", "means")
+    prune_experts(tmp_path / "joined", tmp_path / "dropped", drop=[3])
+    same_gates(tmp_path / "dropped", tmp_path / "three", "means")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from moe_peft.cli import main
 from moe_peft.combine.held_out import AnswerChecker, score, verdict
 from moe_peft.combine.mix import mix
 from moe_peft.combine.request_gate import RequestGate
-from moe_peft.combine.texts import CalibrationData
+from moe_peft.combine.texts import Batching, expert_rows, neutral_texts, split_rows
 from moe_peft.models.introspection import expert_names
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from moe_peft.native.folders import DenseFolder, LoraFolder, check_same_tokens, open_folder
@@ -35,6 +35,12 @@ from tests.helpers.close import assert_near, near
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 
 TEST = rows()[:12]  # of test.jsonl
+
+
+def split(file: Path, tokenizer: Any, test: Path | None = None, **counts: Any) -> tuple[Any, Any]:
+    """The calibration rows and the held-out rows of a mixture."""
+    parts, tests = (path and expert_rows([str(path)], "--data", DOMAINS, tokenizer, "domain") for path in (file, test))
+    return split_rows(parts, tests, DOMAINS, **counts)
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +161,13 @@ def test_the_folder_is_the_mixture(case, mixed, tokenizer):
 
 
 def test_calibration_sees_no_held_out_row(case, tokenizer):
-    chosen = settings(case, output="x", calibration_examples=7, test_examples=4)
-    used, held_out = CalibrationData(chosen, DOMAINS, tokenizer).split()
+    counts = {"calibration_examples": 7, "test_examples": 4}
+    used, held_out = split(case / "data.jsonl", tokenizer, **counts)
     assert not {*used["text"]} & {*held_out["text"]}
     assert used["expert"] == [0] * 6 + [1] * 6 + [2] * 6  # at most half of 12
     assert held_out["expert"] == [0] * 4 + [1] * 4 + [2] * 4
-    again, _ = CalibrationData(chosen, DOMAINS, tokenizer).split()
-    other, _ = CalibrationData(settings(case, output="x", seed=1), DOMAINS, tokenizer).split()
+    again, _ = split(case / "data.jsonl", tokenizer, **counts)
+    other, _ = split(case / "data.jsonl", tokenizer, seed=1)
     assert again["text"] == used["text"] != other["text"][: len(used)]
 
 
@@ -374,7 +380,7 @@ def test_an_expert_of_another_base_does_not_join(case, tmp_path):
 
 
 def test_calibration_batches_have_the_numbers_of_their_rows(case, tokenizer):
-    used, _ = CalibrationData(settings(case, output="x"), DOMAINS, tokenizer).split()
+    used, _ = split(case / "data.jsonl", tokenizer)
     for batch in calibration_batches(used, tokenizer, len(used), columns=["expert"]):
         words = [
             ids[mask.bool()][0].item() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
@@ -424,9 +430,8 @@ def test_rows_that_are_all_for_one_adapter_are_answered_by_it_alone(expert, on_a
         test_data=[str(case / "test.jsonl")],
     )  # fmt: skip
     mix(chosen)
-    source = CalibrationData(chosen, [*DOMAINS], tokenizer)
-    _, held_out = source.split()
-    parts = source.parts(held_out)
+    _, held_out = split(case / "data.jsonl", tokenizer, case / "test.jsonl")
+    parts = Batching(tokenizer).held_out(held_out, DOMAINS)
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     got = score(model, parts, experts=[expert] * len(parts.rows))
     expected = score(base(case) if expert is None else plain(case, f"all-{[*DOMAINS][expert]}"), parts)
@@ -605,9 +610,7 @@ def test_right_answers_are_those_of_greedy_decoding(case, tmp_path, tokenizer):
     measured = mix(settings(case, output=str(tmp_path / "out"), data=[str(tmp_path / "data.jsonl")], test_examples=4))
     assert measured.right.keys() == measured.losses.keys() and measured.rows == dict.fromkeys(DOMAINS, 4)
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    _, held_out = CalibrationData(
-        settings(case, output="x", data=[str(tmp_path / "data.jsonl")], test_examples=4), DOMAINS, tokenizer
-    ).split()
+    _, held_out = split(tmp_path / "data.jsonl", tokenizer, test_examples=4)
     right = dict.fromkeys(DOMAINS, 0.0)
     for row in held_out:
         expected = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
@@ -637,6 +640,8 @@ def test_right_answers_are_those_that_a_function_of_yours_says(case, tmp_path, t
     from judges import seen
 
     assert measured.right.keys() == measured.losses.keys()
+    report = json.loads((tmp_path / "out/mix.json").read_text())  # has the setting and the results
+    assert report["right"] == "judges:even" and report["right_answers"] == measured.right
     assert len(seen) == 6 * (len(measured.right) - 1)  # "each its own" is read off those alone
     for way, model in (("base", base(case)), ("b", plain(case, "b")), ("ridge gates", None)):
         model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval() if model is None else model
@@ -875,15 +880,14 @@ def test_one_lora_out_of_several(chats, case, tmp_path, tokenizer, capsys):
     assert config.peft_type == "LORA" and config.r == 12 and config.base_model_name_or_path == str(base_folder)
     merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "one").eval()
 
-    settings_ = settings(case, output="x", data=[str(tmp_path / "data.jsonl")], test_examples=4)
-    source = CalibrationData(settings_, DOMAINS, AutoTokenizer.from_pretrained(base_folder))
-    calibration, held_out = source.split()
-    batches = source.merge_batches(calibration)
+    own = AutoTokenizer.from_pretrained(base_folder)
+    calibration, held_out = split(tmp_path / "data.jsonl", own, test_examples=4)
+    batches = Batching(own).for_merging(calibration, neutral_texts(None)[0], 3)
     assert {int(i) for batch in batches for i in batch["expert"]} == {0, 1, 2, 3}
     expected = regmean(base(case), [case / name for name in DOMAINS], batches).eval()
     ids = torch.arange(3, 60)[None]
     assert_near(merged(input_ids=ids).logits, expected(input_ids=ids).logits)
-    parts = source.parts(held_out)
+    parts = Batching(own).held_out(held_out, DOMAINS)
     losses = json.loads((tmp_path / "one" / "mix.json").read_text())["losses"]
     for way, model in (("one LoRA (RegMean)", merged), ("b", plain(case, "b")), ("base", base(case))):
         for label, answers_ in score(model.eval(), parts).items():

@@ -18,22 +18,21 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedTokenizerBase, set_seed
-from transformers.utils.logging import tqdm
 from trl import SFTConfig, SFTTrainer
 
 from ..adapter.lora_conversion import Adapter, PlainLora, lora_scaling, read_loras
-from ..models.introspection import end_tokens, greedy_decoding
+from ..models.introspection import end_tokens
+from ..training.answers import AnswersFile, KeptAnswer, Tokens, answers_in_batches, base_digest
+from ..training.checkpointing import hash_value
 from ..training.data import IGNORED
-from ..utils.io import reading
 from ..utils.messages import InputError
-from ..utils.torch_contexts import evaluating
 from .regmean import with_lora
 from .request_texts import Request, neutral_requests
 
@@ -43,7 +42,6 @@ RANK, LEARNING_RATE = 16, 1e-3
 ROWS_PER_STEP = 10
 ANSWERED_AT_ONCE = 4  # as many times the rows of a pass of the training, which needs more memory
 _FIFTH = 5  # every fifth row is a general request
-Tokens: TypeAlias = list[int]
 
 
 def distil(
@@ -120,7 +118,8 @@ def distil(
         general = general_requests(neutral_requests(), is_chat)
     asked = [[prompt_tokens(tokenizer, request) for request in of_one] for of_one in (*prompts, general)]
     *own, of_base = [short_prompts(of_one, max_length) for of_one in asked]
-    teachers = Teachers(model, adapters, tokenizer, max_new_tokens, ANSWERED_AT_ONCE * batch_size, answers)
+    file = AnswersFile(None if answers is None else Path(answers))
+    teachers = Teachers(model, adapters, tokenizer, max_new_tokens, ANSWERED_AT_ONCE * batch_size, file)
     rows = teachers.rows(with_general(own, of_base, seed))
     return fitted(model, teachers.loras, rows, tokenizer, steps, rank, learning_rate, batch_size, seed)
 
@@ -170,13 +169,13 @@ class Teachers:
         model: the base, without adapters.
         max_new_tokens: tokens of an answer at most.
         batch_size: prompts that are answered at once.
-        file: keeps the answers, a line for each; None: nowhere.
+        file: keeps the answers.
         names: the adapters' names in the file; default: those of `adapters`.
     """
 
     def __init__(
         self, model: Any, adapters: Sequence[Adapter], tokenizer: Any, max_new_tokens: int, batch_size: int,
-        file: str | os.PathLike | None = None, names: Sequence[str] | None = None,
+        file: AnswersFile, names: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.loras = read_loras(model, adapters)[0]
         for lora in self.loras:
@@ -184,14 +183,13 @@ class Teachers:
                 raise InputError(f"distil: {lora.name}: has more than LoRAs on linears; distil LoRAs without it")
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
-        self._file = Path(os.devnull if file is None else file)
+        self.file = file
         self.names = [*(names or [lora.name for lora in self.loras]), "base"]
         modules = dict(model.named_modules())
         self.linears = {path: modules[path] for lora in self.loras for path in lora.A}
         self.ends = end_tokens(model, tokenizer)
-        revision = getattr(model.config, "_commit_hash", None)
-        base = f"{model.name_or_path} {revision} {model.dtype} {max_new_tokens} {self.ends}"
-        self.identities = [f"{base} {identity}" for identity in (*map(_identity, self.loras), "")]
+        base = [base_digest(model), str(model.dtype), max_new_tokens, self.ends]
+        self.identities = [[*base, identity] for identity in (*map(_identity, self.loras), "")]
 
     def rows(self, prompts: Sequence[Sequence[Tokens]]) -> list[dict[str, Any]]:
         """
@@ -204,17 +202,16 @@ class Teachers:
         for name, of_teacher in zip(self.names[:-1], prompts, strict=False):
             if not of_teacher:
                 raise InputError(f"distil: {name}: no prompt is for it; give some for each adapter")
-        keys = [[self._key(i, ids) for ids in of_teacher] for i, of_teacher in enumerate(prompts)]
-        known = self._read()
-        with self._file.open("ab") as lines:
-            for i, of_teacher in enumerate(prompts):
-                missing = {key: ids for key, ids in zip(keys[i], of_teacher, strict=True) if key not in known}
-                for key, answer in self._answers(i, missing):
-                    known[key] = answer
-                    row = {"by": self.names[i], "prompt": self.tokenizer.decode(missing[key])}
-                    row |= {"answer": self._text(answer), "tokens": answer, "key": key}
-                    lines.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-                    lines.flush()
+        keys = [[hash_value([self.identities[i], ids]) for ids in of_one] for i, of_one in enumerate(prompts)]
+        known = self.file.read()
+        for i, of_teacher in enumerate(prompts):
+            missing = {key: ids for key, ids in zip(keys[i], of_teacher, strict=True) if key not in known}
+            for made in self._answers(i, missing):
+                known |= made
+                self.file.append(
+                    KeptAnswer(self.names[i], self.tokenizer.decode(missing[key]), self._text(tokens), tokens, key)
+                    for key, tokens in made.items()
+                )
         rows = []
         for i, of_teacher in enumerate(prompts):
             answered = [
@@ -232,50 +229,16 @@ class Teachers:
             ]
         return rows
 
-    def _key(self, teacher: int, ids: Tokens) -> str:
-        return hashlib.sha256(f"{self.identities[teacher]} {ids}".encode()).hexdigest()
-
     def _text(self, answer: Tokens) -> str:
         """Return an answer without its end."""
         return self.tokenizer.decode([t for t in answer if t not in self.ends], skip_special_tokens=True).strip()
 
-    def _read(self) -> dict[str, Tokens]:
-        """Return the answers in the file by their keys. Cut off a line that a killed run has begun to write."""
-        known, end = {}, 0
-        source, remedy = f"answers={str(self._file)!r}", "name a new file, or one that an earlier run has written"
-        with reading(source, remedy), self._file.open("a+b") as lines:
-            lines.seek(0)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    lines.truncate(end)
-                    break
-                row = json.loads(line)
-                known[row["key"]] = [int(token) for token in row["tokens"]]
-                end += len(line)
-        return known
-
-    @torch.no_grad()
-    def _answers(self, teacher: int, prompts: Mapping[str, Tokens]) -> Iterator[tuple[str, Tokens]]:
-        """Answer prompts of similar lengths together, the longest first. Yield each prompt's key and answer."""
-        order = sorted(prompts, key=lambda key: -len(prompts[key]))
-        lora, device, ends = [*self.loras, None][teacher], self.model.device, self.ends
-        bar = tqdm(total=len(order), desc=f"answers of {self.names[teacher]}", disable=not order)
-        with with_lora(self.linears, lora, device), evaluating(self.model), greedy_decoding(self.model), bar:
-            for start in range(0, len(order), self.batch_size):
-                keys = order[start : start + self.batch_size]
-                length = len(prompts[keys[0]])
-                padding = [length - len(prompts[key]) for key in keys]
-                ids = [[ends[0]] * pad + prompts[key] for pad, key in zip(padding, keys, strict=True)]
-                ids_BS = torch.tensor(ids, device=device)
-                mask_BS = torch.arange(length, device=device) >= torch.tensor(padding, device=device)[:, None]
-                made_BS = self.model.generate(
-                    input_ids=ids_BS, attention_mask=mask_BS.long(), max_new_tokens=self.max_new_tokens,
-                    eos_token_id=ends, pad_token_id=ends[0],
-                )  # fmt: skip
-                for key, made in zip(keys, made_BS[:, length:].tolist(), strict=True):
-                    end = next((i + 1 for i, token in enumerate(made) if token in ends), len(made))
-                    yield key, made[:end]
-                bar.update(len(keys))
+    def _answers(self, teacher: int, prompts: Mapping[str, Tokens]) -> Iterator[dict[str, Tokens]]:
+        """Yield the answers of a teacher by the prompts' keys, batch by batch."""
+        lora, title = [*self.loras, None][teacher], f"answers of {self.names[teacher]}"
+        limits = dict.fromkeys(prompts, self.max_new_tokens)
+        with with_lora(self.linears, lora, self.model.device):
+            yield from answers_in_batches(self.model, prompts, limits, self.ends, self.batch_size, title)
 
 
 def _identity(lora: PlainLora) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from transformers.utils.logging import tqdm
 from ..adapter.lora_conversion import averaged_linears
 from ..analysis.recorder import RoutingStatistics
 from ..models.gates import uniform_gates
-from ..models.introspection import end_tokens, greedy_decoding, observed_routing
+from ..models.introspection import end_tokens, observed_routing
 from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts, only_expert
+from ..training.answers import greedy_answers
 from ..training.data import rows_of_labels
 from ..training.scoring import Answers, Collator, example_answers, mean_loss
 from ..utils.messages import InputError, one_line
-from ..utils.torch_contexts import evaluating
 from .mix_settings import MOST_ALONE
 from .request_gate import BASE, RequestGate
 
@@ -65,20 +65,12 @@ class AnswerChecker:
     tokenizer: Any
     max_new_tokens: int
 
-    @torch.no_grad()
     def __call__(self, model: Any, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Return whether the greedy answer to each tokenized row's last question is right, bool [R]."""
         prompts = [row["input_ids"][: _last_answer(row["labels"])] for row in rows]
         ends = end_tokens(model, self.tokenizer)
-        length, end = max(map(len, prompts)), ends[0]
-        ids_RS = torch.tensor([[end] * (length - len(ids)) + ids for ids in prompts], device=model.device)
-        mask_RS = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
-        with evaluating(model), greedy_decoding(model):
-            ids_RS = model.generate(
-                input_ids=ids_RS, attention_mask=mask_RS, max_new_tokens=self.max_new_tokens, eos_token_id=ends,
-                pad_token_id=end,
-            )  # fmt: skip
-        made = [list(takewhile(lambda token: token not in ends, ids)) for ids in ids_RS[:, length:].tolist()]
+        answered = greedy_answers(model, prompts, ends, self.max_new_tokens)
+        made = [[token for token in tokens if token not in ends] for tokens in answered]
         answers = [_THOUGHTS.sub("", text) for text in self.tokenizer.batch_decode(made, skip_special_tokens=True)]
         try:
             found = [self.is_right(answer, self.rows[row["row"]]) for answer, row in zip(answers, rows, strict=True)]

@@ -27,6 +27,7 @@ from ..native import UpcycleConfig, upcycle
 from ..native.folders import DenseFolder, NativeFolder, WholeModel, open_folder
 from ..native.gate_sums import KEPT, read_sums, renumbered, size_of_sums, sums_file, write_sums
 from ..native.upcycle import mean_model
+from ..training.answers import AnswersFile
 from ..utils.io import new_folder, read_json, write_json
 from ..utils.loading import CONFIG
 from ..utils.messages import InputError
@@ -253,10 +254,11 @@ def _distil_adapters(settings: MixSettings, folder: Path) -> Made:
     rows = batching.held_out(held_out, labels, settings.right, settings.max_new_tokens)
     _say_cost(calibration, held_out, labels, others=3)
     kept = answers_file(settings.output, settings.answers)
+    kept.read()  # report errors in the file before loading the base
     logger.info(
         "the adapters and the base answer %d prompts, and %d held-out ones, with at most %d tokens (kept in %s); "
         "then one LoRA is trained for %d steps of %d of these answers",
-        sum(map(len, prompts)), sum(map(len, asked)), settings.max_new_tokens, kept, steps, ROWS_PER_STEP,
+        sum(map(len, prompts)), sum(map(len, asked)), settings.max_new_tokens, kept.path, steps, ROWS_PER_STEP,
     )  # fmt: skip
 
     # Ask the adapters and the base.
@@ -416,13 +418,14 @@ def _request_gate(
 # --- files and messages ----------------------------------------------------------------------------------------------
 
 
-def answers_file(output: str, answers: str | None) -> Path:
+def answers_file(output: str, answers: str | None) -> AnswersFile:
     """
     Return the file that keeps the adapters' answers: `answers`, or one beside the output, which is written only in the
     end.
     """
     folder = Path(output).expanduser().absolute()
-    return Path(answers).expanduser() if answers else folder.with_name(f"{folder.name}.answers.jsonl")
+    beside = folder.with_name(f"{folder.name}.answers.jsonl")
+    return AnswersFile(beside if answers is None else Path(answers).expanduser())
 
 
 def _write_lora(model: Any, folder: Path, base: WholeModel, tokenizer: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 
 from ..routing.expert_map import label_text
+from ..training.answers import Tokens
 from ..training.data import (
     FORMATS,
     check_label_values,
@@ -26,7 +27,7 @@ from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import reading
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_function
-from .distil import Tokens, general_requests, prompt_tokens, short_prompts
+from .distil import general_requests, prompt_tokens, short_prompts
 from .held_out import AnswerChecker, HeldOutRows
 from .mix_settings import OURS, Prompts
 from .request_texts import Request, read_neutral, request_of, request_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import PartialState
 from datasets import Dataset, Value, concatenate_datasets
 from peft import PeftModel
-from transformers.utils.logging import tqdm
 
-from ..models.introspection import end_tokens, greedy_decoding
+from ..models.introspection import end_tokens
 from ..routing.expert_map import label_text
-from ..utils.distributed import gathered, gathered_as_it_runs, is_sharded, on_main_process
-from ..utils.io import atomic_write
+from ..utils.distributed import is_sharded, on_main_process
 from ..utils.messages import InputError
 from ..utils.settings import COUNT, Range
-from ..utils.torch_contexts import evaluating
-from .checkpointing import base_parameters, first_values, hash_value
+from .answers import AnswersFile, KeptAnswer, Tokens, answers_in_batches, base_digest
+from .checkpointing import hash_value
 from .data import check_rows
 
 logger = logging.getLogger("moe_peft")
@@ -233,46 +230,31 @@ class Replay:
 
     def _answers(self, model: Any, asked: Sequence[Asked], file: Path | None) -> list[str | None]:
         """Return the base's answer to each request, from the file or new; None if the base does not end it."""
-        sharded = any(map(is_sharded, model.parameters()))
-        # With ZeRO-3 no process has all weights: all run the base together. Otherwise, the main process runs it.
-        run: Callable[[Callable[[], Any]], Any] = _run if sharded else on_main_process
-        base = run(lambda: _digest_base(model))
+        base, kept = base_digest(model), AnswersFile(file, "file")
         ends = sorted({*end_tokens(model, self.tokenizer), *self.ends})
         keys = [hash_value([base, each.text, each.ids, self.limit(each), ends]) for each in asked]
-        known: dict[str, str | None] = on_main_process(lambda: _read(file, {*keys}))
-        order = sorted(range(len(asked)), key=lambda i: len(asked[i].ids))  # similar lengths need little padding
-        batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
-        batches = [batch for batch in batches if any(keys[i] not in known for i in batch)]
-        main = PartialState().is_main_process
-        bar = tqdm(total=sum(map(len, batches)), desc="Answers of the base", disable=not (main and batches))
-        with _moved(model) if not sharded and main and batches else nullcontext(), bar:
-            for batch in batches:  # one by one, as other processes wait only so long
-                made = run(partial(self._generate, model, [asked[i] for i in batch], ends, sharded))
-                new = {keys[i]: answer for i, answer in zip(batch, made, strict=True)}
-                on_main_process(partial(_append, file, [(keys[i], asked[i].text, new[keys[i]]) for i in batch]))
-                known |= new
-                bar.update(len(batch))
-        return [known[key] for key in keys]
-
-    def _generate(self, model: Any, asked: Sequence[Asked], ends: list[int], sharded: bool) -> list[str | None]:
-        """Answer a batch of requests greedily."""
-        length, limits = max(len(each.ids) for each in asked), [self.limit(each) for each in asked]
-        pad = ends[0]
-        device = next(model.parameters()).device
-        ids_RS = torch.tensor([[pad] * (length - len(each.ids)) + each.ids for each in asked], device=device)
-        mask_RS = torch.tensor([[0] * (length - len(e.ids)) + [1] * len(e.ids) for e in asked], device=device)
+        known: dict[str, Tokens] = on_main_process(lambda: kept.read(only={*keys}))
+        missing = {key: each for key, each in zip(keys, asked, strict=True) if key not in known}
+        prompts = {key: each.ids for key, each in missing.items()}
+        limits = {key: self.limit(each) for key, each in missing.items()}
         alone = model.disable_adapter() if isinstance(model, PeftModel) else nullcontext()
-        with alone, evaluating(model), greedy_decoding(model), gathered_as_it_runs(model):
-            made_RS = model.generate(
-                input_ids=ids_RS, attention_mask=mask_RS, max_new_tokens=max(limits), eos_token_id=ends,
-                pad_token_id=pad, synced_gpus=sharded,
-            )[:, length:]  # fmt: skip
-        answers: list[str | None] = []
-        for ids, limit in zip(made_RS.tolist(), limits, strict=True):
-            said = list(takewhile(lambda token: token not in ends, ids))
-            text = self.tokenizer.decode(said, skip_special_tokens=True)
-            answers.append(text if len(said) < min(limit, len(ids)) and text.strip() else None)
-        return answers
+        with _moved(model) if missing else nullcontext(), alone:
+            for made in answers_in_batches(model, prompts, limits, ends, _BATCH, "Answers of the base"):
+                known |= made
+                lines = [
+                    KeptAnswer("base", missing[key].text, self._text(tokens, ends), tokens, key)
+                    for key, tokens in made.items()
+                ]
+                on_main_process(partial(kept.append, lines))
+        return [self._ended(known[key], self.limit(each), ends) for key, each in zip(keys, asked, strict=True)]
+
+    def _text(self, tokens: Tokens, ends: Sequence[int]) -> str:
+        return self.tokenizer.decode([token for token in tokens if token not in ends], skip_special_tokens=True)
+
+    def _ended(self, tokens: Tokens, limit: int, ends: Sequence[int]) -> str | None:
+        """Return an answer's text. None if the answer has no words, or no end within its limit."""
+        text = self._text(tokens, ends)
+        return text if tokens[-1] in ends and len(tokens) <= limit and text.strip() else None
 
 
 @dataclass(frozen=True)
@@ -301,57 +283,16 @@ class Asked:
         return {**dict(zip(self.form, parts, strict=True)), **self.context}
 
 
-def _run(act: Callable[[], Any]) -> Any:
-    return act()
-
-
 @contextmanager
 def _moved(model: Any) -> Iterator[None]:
-    """Move a model from the CPU to the training's device inside the block."""
-    device = PartialState().device
-    moves = (
-        next(model.parameters()).device.type == "cpu" and device.type != "cpu" and not hasattr(model, "hf_device_map")
-    )
+    """Move a model from the CPU to the training's device inside the block, in the process that runs it."""
+    state, on_cpu = PartialState(), next(model.parameters()).device.type == "cpu"
+    moves = state.is_main_process and on_cpu and state.device.type != "cpu"
+    moves = moves and not hasattr(model, "hf_device_map") and not any(map(is_sharded, model.parameters()))
     if moves:
-        model.to(device)
+        model.to(state.device)
     try:
         yield
     finally:
         if moves:
             model.to("cpu")
-
-
-def _digest_base(model: Any) -> str:
-    """Return a digest of the first values of each of the base's weights."""
-    values = []
-    for parameter in base_parameters(model):
-        with gathered([parameter]):
-            values.append(first_values(parameter))
-    return hash_value(values)
-
-
-def _read(file: Path | None, keys: set[str]) -> dict[str, str | None]:
-    """Read the answers with these keys from a file, and remove all others from it."""
-    if file is None or not file.is_file():
-        return {}
-    known = {}
-    for line in file.read_text("utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            known[row["key"]] = (row["request"], row["answer"])
-        except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
-            continue
-    known = {key: pair for key, pair in known.items() if key in keys}
-    with atomic_write(file) as partial_file:
-        partial_file.write_text("".join(_line(key, *pair) for key, pair in known.items()), "utf-8")
-    return {key: answer for key, (_, answer) in known.items()}
-
-
-def _append(file: Path | None, rows: Sequence[tuple[str, str, str | None]]) -> None:
-    if file is not None:
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write("".join(_line(*row) for row in rows))
-
-
-def _line(key: str, request: str, answer: str | None) -> str:
-    return json.dumps({"key": key, "request": request, "answer": answer}, ensure_ascii=False) + "\n"

@@ -19,6 +19,7 @@ import moe_peft.combine.distil as distilling
 from examples.demo.smollm2 import smollm2_folder
 from moe_peft import distil
 from moe_peft.combine.mix import mix
+from moe_peft.native.folders import DenseFolder
 from moe_peft.utils.messages import InputError
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 from tests.helpers.warm import kill_at, start
@@ -71,7 +72,11 @@ def made(case, tmp_path_factory):
 
 
 def answers_of(out: Path) -> list[dict[str, Any]]:
-    return [*map(json.loads, out.with_name(f"{out.name}.answers.jsonl").read_text().splitlines())]
+    return answers_in(out.with_name(f"{out.name}.answers.jsonl"))
+
+
+def answers_in(file: Path) -> list[dict[str, Any]]:
+    return [*map(json.loads, file.read_text().splitlines())]
 
 
 def plain(case: Path, name: str) -> Any:
@@ -181,6 +186,19 @@ def test_answers_of_another_adapter_or_length_are_not_taken(case, tmp_path):
     assert len(lines) == first and all(len(line["tokens"]) < TOKENS for line in lines)
 
 
+def test_answers_of_a_base_that_was_trained_again_are_not_taken(case, tmp_path):
+    """Its folder has the same name as before."""
+    base = shutil.copytree(case / "base", tmp_path / "base")
+    mix(of_case(case, tmp_path / "one", base=str(base), answers=str(tmp_path / "kept.jsonl")))
+    before = answers_in(tmp_path / "kept.jsonl")
+    other = AutoModelForCausalLM.from_pretrained(base)
+    torch.nn.init.normal_(other.lm_head.weight)
+    other.save_pretrained(base)
+    mix(of_case(case, tmp_path / "two", base=str(base), answers=str(tmp_path / "kept.jsonl")))
+    after = answers_in(tmp_path / "kept.jsonl")
+    assert len(after) == 2 * len(before) and after[: len(before)] == before
+
+
 def test_prompts_alone_are_measured_by_the_adapters_own_answers(case, tmp_path):
     """Chats that end with the user: each adapter alone then answers its own as itself."""
     base = shutil.copytree(case / "base", tmp_path / "base")
@@ -237,15 +255,21 @@ def test_the_base_may_be_quantized_or_half_precision(kind, case, tokenizer):
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"data": "data.jsonl"}, "steps=4: rows of --data are texts"),
         ({"answers": "data.jsonl"}, "answers='.*data.jsonl'"),
+        ({"answers": "one line.json"}, "answers='.*one line.json'"),
         ({"answers": "none/x.jsonl"}, "answers='.*none/x.jsonl'"),
         ({"max_length": 1}, "max_length=1"),
     ],
 )
-def test_what_cannot_be_distilled_is_refused_in_one_line(own, message, case, tmp_path):
+def test_what_cannot_be_distilled_is_refused_in_one_line(own, message, case, tmp_path, monkeypatch):
+    """Before the base is loaded. A file with something else stays as it is."""
+    monkeypatch.setattr(DenseFolder, "load", lambda *_, **__: pytest.fail("the base is loaded"))
+    (case / "one line.json").write_text('[{"text": "w5"}]')
+    before = {file: file.read_bytes() for file in case.glob("*.json*")}
     own = {name: str(case / value) if name in ("data", "answers") else value for name, value in own.items()}
     with pytest.raises(InputError, match=message) as error:
         mix(of_case(case, tmp_path / "one", **own))
     assert "\n" not in str(error.value) and not (tmp_path / "one").exists()
+    assert {file: file.read_bytes() for file in case.glob("*.json*")} == before
 
 
 SKILLS = {

@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from peft import LoraConfig, get_peft_model
 
 from moe_peft import MoELoraConfig, with_replay
-from moe_peft.training import MoESFTTrainer, replay
+from moe_peft.training import MoESFTTrainer, answers
 from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 from tests.helpers.training_case import MAPS, make_case, run, weights
@@ -177,26 +177,26 @@ def test_answers_are_made_once(case, tmp_path, monkeypatch):
     out = run("sft", tmp_path, case)
     file, whole = out / "replay.jsonl", weights(out)
     lines = file.read_text()
-    generate, made = replay.Replay._generate, []
+    generate, made = answers.greedy_answers, []
 
-    def answered(self, model, asked, *args):
-        made.append(len(asked))
-        return generate(self, model, asked, *args)
+    def answered(model, prompts, *args):
+        made.append(len(prompts))
+        return generate(model, prompts, *args)
 
-    monkeypatch.setattr(replay.Replay, "_generate", answered)
+    monkeypatch.setattr(answers, "greedy_answers", answered)
     longer = {**case, "max_steps": 8}
     run("sft", tmp_path, longer, "--resume_from_checkpoint", "true")
     assert not made and file.read_text() == lines
     file.write_text(lines[:-9])
     run("sft", tmp_path, {**case, "max_steps": 9}, "--resume_from_checkpoint", "true")
-    assert made == [6]
+    assert made == [1]
     assert {*file.read_text().splitlines()} == {*lines.splitlines()}
     other = base()
     torch.nn.init.normal_(other.lm_head.weight)
     other.save_pretrained(tmp_path / "base")
     with pytest.raises(SystemExit):  # the checkpoint is of another training
         run("sft", tmp_path, case, "--resume_from_checkpoint", "true")
-    assert made == [6, 6] and not {*file.read_text().splitlines()} & {*lines.splitlines()}
+    assert made == [1, 6] and not {*file.read_text().splitlines()} & {*lines.splitlines()}
     assert len(whole) == len(weights(out))
 
 
@@ -206,15 +206,15 @@ def test_a_run_killed_while_it_answers_goes_on(case, tmp_path, monkeypatch):
     case["replay"] = 0.6  # 36 of 60 rows
     run("sft", tmp_path, {**case, "output_dir": str(tmp_path / "whole")})
     expected = weights(tmp_path / "whole")
-    generate, made = replay.Replay._generate, []
+    generate, made = answers.greedy_answers, []
 
-    def answered(self, model, asked, *args):
+    def answered(model, prompts, *args):
         if len(made) == 1:
             raise KeyboardInterrupt
-        made.append(len(asked))
-        return generate(self, model, asked, *args)
+        made.append(len(prompts))
+        return generate(model, prompts, *args)
 
-    monkeypatch.setattr(replay.Replay, "_generate", answered)
+    monkeypatch.setattr(answers, "greedy_answers", answered)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run("sft", tmp_path, case)
     made.append(0)

@@ -20,7 +20,7 @@ from ..adapter.config import TOKEN_ROWS, MoELoraConfig, name_in_base, trained_to
 from ..adapter.experts import EXPERTS, Experts
 from ..models.introspection import NAMES_FIELD
 from ..routing.routers import make_router
-from ..utils.io import parse_size, refused_by_libraries
+from ..utils.io import parse_size
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError
 from .expert_init import FFN, zero_ffn
@@ -94,11 +94,8 @@ def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adap
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
     state = _state(adapter)
     _count_added_tokens(state, dense.config)
+    adapter.check_tensors()
     content = adapted_content(state, config, dense)
-    for key in adapter.shapes:  # otherwise the base's tensor would silently replace it
-        name = name_in_base(key)
-        if name not in state and ".moe_lora_router." not in name:  # routers are checked already
-            raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
     moe = moe_config(
         (dense.family, dense.moe),
         dense.config,
@@ -192,44 +189,34 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     computes the adapter, or a tensor is missing, not finite, or of another size.
 
     Args:
-        state: the adapter's tensors, by their names in the base model.
+        state: the adapter's tensors, checked, by their names in the base model.
     """
     if reason := EXPERTS[config.expert_type].no_lora:
         raise InputError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
-    content = Adapted(dense, state)
+    content, shapes = Adapted(dense, state), dense.shapes
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
-    shapes = dense.shapes
     for key, tensor in state.items():
-        if not tensor.isfinite().all():
-            raise InputError(f"{key} holds NaN or infinity; save the adapter again")
         module, _, kind = key.partition(".moe_lora_")
         matrix, _, projection = kind.partition(".")
         if key.endswith(TOKEN_ROWS):
             module = key.removesuffix(TOKEN_ROWS)
-            tokens = trained_tokens(config, module)
-            expected = (len(tokens), *shapes.get(f"{module}.weight", ())[1:])
-            _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
-            content.rows[f"{module}.weight"] = torch.tensor(tokens), tensor
+            content.rows[f"{module}.weight"] = torch.tensor(trained_tokens(config, module)), tensor
             continue
-        if not kind:  # a module trained and saved as a whole
-            _check_size(key, tuple(tensor.shape), tuple(shapes.get(key, ())))
+        if not kind:  # a module trained and saved as a whole, or embeddings, which PEFT saves without being asked
+            if tensor.shape != shapes.get(key):
+                has = f"the base has {list(shapes[key])}" if key in shapes else "the base has no such tensor"
+                raise InputError(f"{key} is {list(tensor.shape)}, {has}; give the adapter's own base")
             continue
         spec = config.expert_spec(module, dense.config)
         if matrix != "router":
             weight = f"{module}.{projection}.weight" if module in layers else f"{module}.weight"
             if module not in layers:
                 spec = spec.for_linear()
-            features = {projection: (shapes[weight][1], shapes[weight][0])} if weight in shapes else {}
-            is_shared, is_second = matrix.startswith("shared_"), matrix.endswith("B")
-            shapes_of = spec.shared_shapes if is_shared else spec.shapes
-            expected = shapes_of(features).get(projection, ((), ()))[is_second]
-            _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
-            other = f"{module}.moe_lora_{matrix[:-1]}{'A' if is_second else 'B'}.{projection}"
-            if other not in state:
-                raise InputError(f"the adapter has {key}, but no {other}; save it again")
-            if not is_second:
-                updates = content.shared_updates if is_shared else content.updates
-                updates[weight] = _Update(tensor, state[other], spec)
+            if weight not in shapes:
+                raise InputError(f"{key}: no native MoE has experts on {module}; leave it out of target_modules")
+            if not matrix.endswith("B"):
+                updates = content.shared_updates if matrix.startswith("shared_") else content.updates
+                updates[weight] = _Update(tensor, state[f"{module}.moe_lora_{matrix[:-1]}B.{projection}"], spec)
         if module in layers:
             content.specs[layers[module]] = spec
         elif spec.num_experts > 1:
@@ -241,12 +228,6 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
         content.rows.setdefault(HEAD, content.rows[EMBEDDINGS])
     _read_routers(content)
     return content
-
-
-def _check_size(key: str, shape: tuple[int, ...], expected: tuple[int, ...], says: str = "the base has") -> None:
-    if shape != expected:
-        wants = f"{says} {list(expected)}" if expected else "the base has no such tensor"
-        raise InputError(f"{key} has {list(shape)}, {wants}; give the adapter's own base")
 
 
 def _read_routers(content: Adapted) -> None:
@@ -269,8 +250,7 @@ def _read_routers(content: Adapted) -> None:
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         state = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
         router = make_router(d, spec.num_experts, spec.router)
-        with refused_by_libraries(f"{prefix}* do not fit the config", "use the config that the adapter was saved with"):
-            router.load_state_dict(state)
+        router.load_state_dict(state)
         content.routers[layer] = router.fold(spec.top_k, spec.normalize_top_k)
 
 

@@ -258,13 +258,20 @@ def check_same_tokens(folder: ModelFolder, other: ModelFolder) -> None:
         logger.warning("%s has the token %r, but the tokenizer of %s does not", folder, lacking[0], other)
 
 
-def check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    """Raise if a tensor is missing or superfluous, or has another shape than the config says."""
+def check_shapes(
+    folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], source: str = "config"
+) -> None:
+    """
+    Raise if a tensor is missing or superfluous, or has another shape than the config says.
+
+    Args:
+        source: what the expected shapes follow from, for messages.
+    """
     for name in {**expected, **shapes}:
         if shapes.get(name) != expected.get(name):
             has = f"{name} is {list(shapes[name])}" if name in shapes else f"no tensor {name}"
             wants = list(expected[name]) if name in expected else "nothing about it"
-            raise InputError(f"{folder}: {has}, its config says {wants}; use the config that it was saved with")
+            raise InputError(f"{folder}: {has}, its config says {wants}; use the {source} that it was saved with")
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -358,7 +365,7 @@ class AdapterFolder(ModelFolder):
         """Raise if the tensors differ from the config's, or a value is not finite."""
         of_tuner = f".{self.empty.base_model.prefix}"
         shapes = {key: w.shape for key, w in self.tensors.items() if of_tuner in key or key in self.shapes}
-        check_shapes(self, shapes, self.shapes)
+        check_shapes(self, shapes, self.shapes, "config and the base")
         for key, tensor in self.tensors.items():
             if not tensor.isfinite().all():
                 raise InputError(f"{self}: {key} holds NaN or infinity; save the adapter again")

@@ -222,9 +222,9 @@ def test_wrong_adapters_and_bases(tmp_path):
     biased = saved(dense_model("llama", mlp_bias=True), tmp_path / "biased")
     refused("mlp_bias=True of the dense model: mixtral has no such setting", biased)
     shallow = saved(dense_model("llama", num_hidden_layers=1), tmp_path / "shallow")
-    refused("has no such tensor; give the adapter's own base", shallow)
+    refused("its config says nothing about it; use the config and the base that it was saved with", shallow)
     wide = saved(dense_model("llama", intermediate_size=80), tmp_path / "wide")
-    refused(r"has \[4, 4, 48\], its config and the base say \[4, 4, 80\]; give the adapter's own base", wide)
+    refused(r"is \[4, 4, 48\], its config says \[4, 4, 80\]; use the config and the base", wide)
     weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
     key = next(key for key in weights if "lora_B" in key)
     weights[key][0, 0, 0] = torch.inf
@@ -270,7 +270,7 @@ def test_no_tensor_is_trusted(tmp_path):
     key = "base_model.model.lm_head.weight"
     for value, message in (
         (weights[key] * torch.nan, "holds NaN"),
-        (torch.zeros(136, 32), r"has \[136, 32\], the base"),
+        (torch.zeros(136, 32), r"is \[136, 32\], its config says \[128, 32\]"),
     ):
         save_file({**weights, key: value}, folder / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=message):

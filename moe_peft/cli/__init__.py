@@ -43,11 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             common, rest = _common().parse_known_args(rest)
             quiet = quiet or common.quiet
             plugins = load_plugins(common.plugins)
+            file = None
             if common.config is not None:
                 from ..utils.validation import read_settings
 
                 # Before the command is imported: plugins may register values that become fields of its options.
-                plugins += load_plugins(read_settings(common.config).get("plugins", []))
+                file = read_settings(common.config)
+                plugins += load_plugins(file.get("plugins", []))
                 rest += ["--config", common.config]
             PLUGINS[:] = dict.fromkeys(plugins)
         if options.command is None:
@@ -70,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser = module.parser(f"moe-peft {options.command}")
         parser.error = _raise  # one line, without the usage
         if options.command != "exec":
+            parser.file = file
             parser.add_argument("--help-all", action="help")
             if ASKED & {*rest}:
                 prepare_help(parser, getattr(module, "USUAL", ()), "--help-all" in rest)

@@ -31,7 +31,7 @@ from ..training.router_config import RouterLossConfig, TrainedPart
 from ..utils.foreign import FOREIGN
 from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_keys
-from ..utils.validation import check_fields, check_range, prefixed, read_settings, read_yaml
+from ..utils.validation import check_fields, check_range, prefixed, read_yaml
 from .help import GroupedParser
 from .settings import flags_in
 
@@ -244,10 +244,9 @@ class TrainingParser(GroupedParser, TrlParser):
         self.actions["init_lora_weights"].type = lambda text: {"true": True, "false": False}.get(text.lower(), text)
         self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings, and with plugins")
 
-    def parse_args(self, arguments: Sequence[str]) -> Options:  # type: ignore[override]
-        """Parse flags and the YAML file into `Options`."""
-        file = self.parse_known_args(arguments)[0].config
-        settings = {} if file is None else self._read(file)
+    def parse_args(self, arguments: Sequence[str], config: str | None = None) -> Options:  # type: ignore[override]
+        """Parse flags, and the YAML file `config`, which they override, into `Options`."""
+        settings = {} if config is None else self._read(config)
         self.set_defaults_with_config(**settings)
         options, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -262,13 +261,13 @@ class TrainingParser(GroupedParser, TrlParser):
         names = {self._spelled(argument).partition("=")[0] for argument in arguments}
         if not torch.accelerator.is_available():
             if options.dry_run:
-                self.actions["use_cpu"].default = True  # a plan may be for a machine with a GPU
+                options.use_cpu = options.use_cpu or "--use_cpu" not in names  # a plan may be for a machine with a GPU
             elif not options.use_cpu and "bf16" not in settings and not names & {"--bf16", "--no_bf16"}:
-                self.actions["bf16"].default = False
+                options.bf16 = False
                 logger.info("bf16=False: there is no GPU here, so this trains in float32")
-            options = self.parse_known_args(arguments)[0]
+        values = copy.deepcopy(vars(options))  # training arguments change theirs
         try:
-            model, data, adapter, training, run, *more = self.parse_args_into_dataclasses(arguments)
+            model, data, adapter, training, run, *more = self.parse_dict(values, allow_extra_keys=True)
         except ValueError as error:
             raise InputError(
                 arguments_error(error, "--bf16 false") if "use_cpu" in str(error) else str(error)
@@ -289,14 +288,13 @@ class TrainingParser(GroupedParser, TrlParser):
         for name in _names(training):
             check_range(name, getattr(training, name))
         has_rate = "learning_rate" in settings or "--learning_rate" in names
-        replay = more[0] if isinstance(more[0], ReplayOptions) else None
+        replay = next(iter(more), None)
         return Options(data, training, model, vars(adapter), run, replay, has_rate, vars(options))
 
     def _read(self, path: str) -> dict[str, Any]:
         """Read and check the settings of a YAML file."""
-        settings = read_settings(path)
+        settings = self.settings_in(path)
         with prefixed(path):
-            settings.pop("plugins", None)  # imported by `main`
             known = self.actions.keys() - {"help", "config"}
             if wrong := unknown_keys(settings, known, "", f"`{self.prog} --help-all`", self.foreign):
                 raise InputError(wrong)

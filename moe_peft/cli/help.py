@@ -22,9 +22,20 @@ class GroupedParser(argparse.ArgumentParser):
         groups: title → names of options.
     """
 
+    file: Mapping[str, Any] | None = None  # values in the YAML file of `--config`, if the caller has read it
+
     def __init__(self, *args: Any, groups: Mapping[str, Collection[str]], **kwargs: Any) -> None:
         self.groups = groups
         super().__init__(*args, **kwargs)
+
+    def settings_in(self, path: str | None) -> dict[str, Any]:
+        """Return the settings in the YAML file of `--config`, without plugins, which `main` imports. {} for None."""
+        from ..utils.validation import read_settings  # only now: `moe-peft --help` answers at once
+
+        if path is None:
+            return {}
+        settings = read_settings(path) if self.file is None else self.file
+        return {name: value for name, value in settings.items() if name != "plugins"}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Accept flags with dashes or underscores."""

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from ..utils.io import check_on_hub
 from ..utils.messages import InputError, one_line, unknown_keys
-from ..utils.validation import Settings, plain_types, read_settings, read_yaml, validate
+from ..utils.validation import Settings, plain_types, read_yaml, validate
 from .help import GroupedParser
 
 # --- paths -----------------------------------------------------------------------------------------------------------
@@ -92,11 +92,9 @@ class SettingsParser(GroupedParser):
             raise InputError(
                 str(unknown_keys(flags_in(unknown), known, "", f"`{self.prog} --help`", self.kind.foreign))
             )
-        flags, file = vars(options), {}
-        if "config" not in self.kind.model_fields and (path := flags.pop("config")) is not None:
-            file = read_settings(path)
-            file.pop("plugins", None)  # imported by `main`
-        given, fields = {**file, **flags}, self.kind.model_fields
+        flags, fields = vars(options), self.kind.model_fields
+        file = {} if "config" in fields else self.settings_in(flags.pop("config"))
+        given = {**file, **flags}
         missing = [name for name, field in fields.items() if field.is_required() and name not in given]
         if missing and given.keys() <= fields.keys():  # a misspelled key is reported first
             raise InputError(f"{_flag(missing[0])}: must be given")

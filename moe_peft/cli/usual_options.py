@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.foreign import FOREIGN
 from ..utils.messages import unknown_keys
-from ..utils.validation import read_settings
 from .help import GroupedParser, prepare_help
 from .settings import check_files, check_models
 
@@ -101,16 +100,16 @@ class UsualOptions(GroupedParser):
     def parse_args(self, arguments: Sequence[str]) -> Any:  # type: ignore[override]
         everything = "--help-all" in arguments
         given = self.parse_known_args([each for each in arguments if each != "--help-all"])[0]
-        if not everything:
-            file = {} if given.config is None else read_settings(given.config)
-            if not unknown_keys(file, file, foreign=FOREIGN):  # otherwise the complete parser raises
-                self._check_paths({**file, **_given(given)})
+        file = self.settings_in(given.config)
+        if not everything and not unknown_keys(file, file, foreign=FOREIGN):  # otherwise the complete parser raises
+            self._check_paths({**file, **_given(given)})
         parser = self.complete()
+        parser.file = file
         parser.error = self.error  # type: ignore[method-assign]
         if everything:
             parser.add_argument("--help-all", action="help")
             prepare_help(parser, (), everything=True)
-        return parser.parse_args(arguments)
+        return parser.parse_args(arguments, given.config)
 
     def _check_paths(self, settings: dict[str, Any]) -> None:
         """Raise if the model or the data do not exist. The complete parser raises for values that are not texts."""

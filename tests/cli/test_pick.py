@@ -505,6 +505,10 @@ BAD = {
         ["--fit", "--base", "{base}", "--data", "{d}", "--label-column", "of", "--labels", "x"],
         "labels='x': must be one of a, b, which --data has",
     ),
+    "files in another order": (
+        ["--fit", "--base", "{base}", "--data", "{d}", "{silent}", "--labels", "silent", "d"],
+        "d.jsonl: give the files in the order of silent, d",
+    ),
     "named base": (["--fit", "--base", "{base}", "--data", "{d}", "--labels", "base"], "'base' is the name of"),
     "tokens": (["--fit", "--base", "{base}", "--data", "{ids}"], "needs messages, prompt and completion, or text"),
     "no such base": (["--fit", "--base", "nowhere", "--data", "{d}"], "base='nowhere'"),

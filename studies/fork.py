@@ -72,6 +72,7 @@ from moe_peft import MoELoraConfig, RequestGate, distil, init_gates, lora_to_moe
 from moe_peft.combine import request_gate
 from moe_peft.combine.distil import Teachers, prompt_tokens, with_general
 from moe_peft.combine.request_texts import neutral_requests
+from moe_peft.training.answers import AnswersFile
 from moe_peft.training.preparation import preparation, tokenized
 
 from . import one_lora, requests
@@ -265,7 +266,9 @@ class Forked(Asked):
         general = [[{"role": "user", "content": text}] for text in neutral_requests()]
         tokens = [[prompt_tokens(study.tokenizer, chat) for chat in chats] for chats in (*self.asked(PROMPTS), general)]
         with FileLock(f"{self.answers}.lock"):
-            teachers = Teachers(copy.deepcopy(study.base), self.folders(), study.tokenizer, 64, 32, self.answers)
+            teachers = Teachers(
+                copy.deepcopy(study.base), self.folders(), study.tokenizer, 64, 32, AnswersFile(self.answers)
+            )
             return teachers.rows(with_general(tokens[:-1], tokens[-1], self.seed))
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from peft import LoraConfig
 from pydantic import Field
 from rich.console import Console
@@ -29,12 +29,16 @@ from moe_peft.adapter.lora_conversion import lora_to_moe
 from moe_peft.analysis.figures import plot_bars, plot_shares
 from moe_peft.analysis.html import Section, shares_section, who_serves_what, write_page
 from moe_peft.cli.settings import SettingsParser
+from moe_peft.combine.distil import Teachers, prompt_tokens, with_general
+from moe_peft.combine.regmean import regmean
 from moe_peft.combine.request_gate import RequestGate
+from moe_peft.combine.request_texts import neutral_requests
 from moe_peft.models.gate_init import init_gates
 from moe_peft.models.gates import uniform_gates
 from moe_peft.models.introspection import greedy_decoding
 from moe_peft.models.steering import force_experts
 from moe_peft.native import export_adapter, export_gguf
+from moe_peft.training.answers import AnswersFile
 from moe_peft.training.preparation import calibration_batches
 from moe_peft.upit.evaluate import evaluate
 from moe_peft.upit.lora_experts import ffn_projections
@@ -49,6 +53,7 @@ from .tasks import TASKS, make_rows, write_rows
 _TRAIN, _TEST = 300, 20  # rows of each domain
 _ASKED = 10  # of the held-out ones
 _CALIBRATION = 24  # rows of each domain that set the gates
+_PROMPTS = 60  # requests of each domain that the LoRAs answer, to distil them
 _RANK = 8
 _TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -62,7 +67,8 @@ Conversation = list[dict[str, str]]
 
 # The ways to answer, in the order in which they are shown.
 _WAYS = (
-    "base", "mean of four LoRAs", "mixture", "picked for each request", "each its own LoRA", "one LoRA for all"
+    "base", "mean of four LoRAs", "one LoRA, merged", "one LoRA, distilled", "mixture", "picked for each request",
+    "each its own LoRA", "one LoRA for all",
 )  # fmt: skip
 _SYSTEM = {"role": "system", "content": "You are the assistant of a small hotel. Be friendly, and mention no prices."}
 _GENERAL = ("What is the capital of France?", "Name a color.")
@@ -139,13 +145,25 @@ def run_demo(output: Path, model: str | None = None, steps: int = 96) -> dict[st
             f"one LoRA of rank {2 * _RANK} for all, {each * len(TASKS)} steps."
         )
         often = 1.0 if sys.stderr.isatty() else 20.0  # seconds
-        with tqdm(total=2 * each * len(TASKS), unit="step", mininterval=often, dynamic_ncols=True) as bar:
+        with tqdm(total=3 * each * len(TASKS), unit="step", mininterval=often, dynamic_ncols=True) as bar:
             trainer = _Trainer(base, tokenizer, folder, bar)
             for task in TASKS:
                 trainer.train(task, _lora(targets, _RANK), train.select(_of(train, task)), each)
             one = trainer.train("one LoRA", _lora(targets, 2 * _RANK), train, each * len(TASKS))
             answers["one LoRA for all"] = _generate(one, test["prompt"], tokenizer)
             del one
+
+            console.print(
+                "\n   One LoRA of the four, without their rows' answers: `moe-peft mix --into lora`. Merged by least "
+                f"squares, or trained on what the four answer to {_PROMPTS} requests of each kind, in as many steps."
+            )
+            merged = _merged(base, folder, train, tokenizer)
+            answers["one LoRA, merged"] = _generate(merged, test["prompt"], tokenizer)
+            del merged
+            rows = _taught(base, folder, train, tokenizer)
+            distilled = trainer.train("distilled", _lora(targets, 2 * _RANK), rows, each * len(TASKS))
+            answers["one LoRA, distilled"] = _generate(distilled, test["prompt"], tokenizer)
+            del distilled
 
         console.print("\n3. One model of the four: `moe-peft mix`, without training.")
         mixed = time.monotonic()
@@ -248,10 +266,10 @@ class _Trainer(NamedTuple):
             str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0,
             max_length=None, padding_free=True, **_TRAINING,
         )  # fmt: skip
+        data = rows.remove_columns([name for name in rows.column_names if name in ("domain", "expert")])
         trainer = SFTTrainer(
-            model=_load(self.base), args=args,
-            train_dataset=rows.remove_columns("domain"), processing_class=self.tokenizer, peft_config=adapter,
-            callbacks=[_OneBar(self.bar, name)],
+            model=_load(self.base), args=args, train_dataset=data, processing_class=self.tokenizer,
+            peft_config=adapter, callbacks=[_OneBar(self.bar, name)],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -273,13 +291,41 @@ def _mix(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizer
     mixture = lora_to_moe(
         _load(base), [folder / task for task in TASKS], top_k=1, task_type="CAUSAL_LM", expert_names=[*TASKS]
     )
-    of_task = {task: train.select(_of(train, task)[:_CALIBRATION]) for task in TASKS}
-    texts = concatenate_datasets([*of_task.values()]).map(lambda row: {"expert": [*TASKS].index(row["domain"])})
-    init_gates(mixture, "ridge", calibration_batches(texts, tokenizer, columns=["expert"]))
-    gate = RequestGate.fit(base, {task: [*rows["prompt"]] for task, rows in of_task.items()})
+    init_gates(mixture, "ridge", calibration_batches(_texts(train), tokenizer, columns=["expert"]))
+    gate = RequestGate.fit(base, {task: train.select(_of(train, task)[:_CALIBRATION])["prompt"] for task in TASKS})
     for part in (mixture, tokenizer, gate):
         part.save_pretrained(folder / "mixture")
     return mixture.eval(), gate
+
+
+def _texts(train: Dataset, general: Sequence[str] = ()) -> Dataset:
+    """Some rows of each domain, with the index of their LoRA, and general requests with the index after the last."""
+    rows = [
+        {"messages": [*row["prompt"], *row["completion"]], "expert": i}
+        for i, task in enumerate(TASKS)
+        for row in train.select(_of(train, task)[:_CALIBRATION])
+    ]
+    chats = [[{"role": "user", "content": text}] for text in general]
+    return Dataset.from_list([*rows, *({"messages": chat, "expert": len(TASKS)} for chat in chats)])
+
+
+def _merged(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The four LoRAs as one, by least squares."""
+    texts = _texts(train, neutral_requests()[:_CALIBRATION])
+    batches = calibration_batches(texts, tokenizer, columns=["expert"])
+    merged = regmean(_load(base), [folder / task for task in TASKS], batches)
+    merged.save_pretrained(folder / "merged")
+    return merged
+
+
+def _taught(base: str, folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Requests of each domain with their LoRA's answer, and general ones with the base's, as tokens."""
+    chats = [train.select(_of(train, task)[-_PROMPTS:])["prompt"] for task in TASKS]
+    general = [[{"role": "user", "content": text}] for text in neutral_requests()]
+    *own, of_base = [[prompt_tokens(tokenizer, chat) for chat in of_one] for of_one in (*chats, general)]
+    folders, file = [folder / task for task in TASKS], AnswersFile(folder / "answers.jsonl")
+    teachers = Teachers(_load(base), folders, tokenizer, _LONGEST_ANSWER, 40, file)
+    return Dataset.from_list(teachers.rows(with_general(own, of_base, seed=0)))
 
 
 def _served(

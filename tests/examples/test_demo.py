@@ -46,20 +46,13 @@ def test_it_goes_from_before_to_yours_in_seven_steps(shown):
     assert places == sorted(places)
     assert "Verdict: of 40 requests" in text and "then:" in text and "system prompt:" in text
     assert "of the 4 above: 4 in plain transformers" in text and "With pictures: out/report.html" in text
-    for way in (
-        "base",
-        "mean of four LoRAs",
-        "mixture",
-        "picked for each request",
-        "each its own LoRA",
-        "one LoRA for all",
-    ):
+    for way in demo._WAYS:
         assert text.count(way) >= 2
     for name in ("answers", "routing"):
         assert (folder / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "out" / "report.html").read_text()
     assert "One model of four LoRAs: chat" in page and page.count("<img") == 2
-    made = {*TASKS, "one-LoRA", "mixture", "exported", "train.jsonl", "test.jsonl", "demo.yaml"}
+    made = {*TASKS, "one-LoRA", "merged", "distilled", "mixture", "exported", "train.jsonl", "test.jsonl", "demo.yaml"}
     assert made <= set(os.listdir(folder / "out"))
     assert json.loads((folder / "out/mixture/adapter_config.json").read_text())["expert_names"] == [*TASKS]
 
@@ -68,7 +61,7 @@ def test_it_prints_its_own_lines_alone(shown):
     everything = shown[1].stdout + shown[1].stderr
     for noise in ("Warning", "warning", "{'", "torchao", "deprecated", "Loading weights", "examples/s"):
         assert noise not in everything
-    assert "16/16" in shown[1].stderr  # one bar for all trainings
+    assert "24/24" in shown[1].stderr  # one bar for all trainings
 
 
 def test_its_yaml_mixes(shown, monkeypatch):

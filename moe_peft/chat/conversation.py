@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,6 +24,7 @@ from ..models.introspection import end_tokens, expert_names, greedy_decoding, te
 from ..models.layer import routed_layers
 from ..models.steering import Expert, allow_experts, force_experts, only_expert
 from ..utils.messages import InputError, choice_error, one_line
+from ..utils.plugins import names_for
 
 SteeringKind = Literal["auto", "picked", "expert", "forbid", "base"]
 
@@ -94,6 +96,7 @@ class Conversation:
         temperature: 0 takes the most probable token each time.
         pick: chats, each a list of messages → the expert for each, or None for the base, such as `RequestGate.pick`.
             Answers are routed by it unless `steer` sets another routing.
+        choose: in the place of `pick`, texts of questions → the expert for each, or None for the base.
 
     Attributes:
         answers: the answers of all turns so far.
@@ -128,14 +131,15 @@ class Conversation:
         max_new_tokens: int = 512,
         temperature: float = 0.0,
         pick: Callable[[Sequence[list[dict[str, str]]]], list[str | None]] | None = None,
+        choose: Callable[[Sequence[str]], Sequence[str | None]] | None = None,
     ) -> None:
-        self.pick = pick
+        self.pick = pick if choose is None else partial(self._chosen, choose)
         self.model, self.tokenizer, self.system = model, tokenizer, system
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.answers: list[Answer] = []
         n = max((layer.num_experts for layer in routed_layers(model)), default=0)
         self.experts = (expert_names(model) or [str(i) for i in range(n)]) if n else []
-        self._kind: SteeringKind = "auto" if pick is None else "picked"
+        self._kind: SteeringKind = "auto" if self.pick is None else "picked"
         self._steered: list[int] = []
         self._stop = threading.Event()
         if system is not None:
@@ -273,6 +277,22 @@ class Conversation:
             raise run.error
         if rest:
             yield rest
+
+    def _chosen(
+        self, choose: Callable[[Sequence[str]], Any], chats: Sequence[list[dict[str, str]]]
+    ) -> list[str | None]:
+        """Return the experts for chats by a user's function of their last messages."""
+        path = getattr(choose, "__name__", "function")
+        try:
+            names = names_for([chat[-1]["content"] for chat in chats], choose, path)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"choose={path!r}: {type(error).__name__}: {one_line(error)}") from error
+        for name in names:
+            if name is not None and name not in self.experts:
+                raise InputError(f"choose={path!r}: {choice_error('the name', name, [*self.experts, None])}")
+        return [*names]
 
     def _prompt(self, question: str, before: Sequence[Answer]) -> torch.Tensor:
         """Return the prompt's token ids, [1, S]."""

@@ -250,7 +250,9 @@ def blocks(page: Page, title: str, about: str) -> Any:
     return demo
 
 
-def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port: int | None = None) -> None:
+def serve_page(
+    page: Page, title: str, about: str, host: str = "127.0.0.1", port: int | None = None, names: Sequence[str] = ()
+) -> None:
     """
     Serve the page until interrupted.
 
@@ -258,13 +260,14 @@ def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port
         title, about: as in `blocks`.
         host: the page's address; "0.0.0.0" is open to everyone.
         port: the page's port; None: the first free port from 7860 on.
+        names: further host names that requests may have.
     """
     demo = blocks(page, title, about)
     # Gradio requests the page once before it returns. A proxy in the environment does not reach this machine.
     direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     os.environ["no_proxy"] = f"localhost,{host},{direct}"
     try:
-        _, url, _ = demo.launch(**launch_settings(host), server_port=port)
+        _, url, _ = demo.launch(**launch_settings(host, names), server_port=port)
     except OSError as error:
         ports = "7860 to 7959" if port is None else port
         raise InputError(f"--host {host}, --port {ports}: taken, or not an address of this machine") from error
@@ -272,15 +275,15 @@ def serve_page(page: Page, title: str, about: str, host: str = "127.0.0.1", port
     demo.block_thread()
 
 
-def launch_settings(host: str) -> dict[str, Any]:
+def launch_settings(host: str, names: Sequence[str] = ()) -> dict[str, Any]:
     """
     Return launch settings: nothing is sent to others or loaded from elsewhere, browsers keep no history, and only names
-    of this machine reach a page of this machine alone.
+    of this machine, and `names`, reach a page of this machine alone.
     """
     from starlette.middleware import Middleware  # which Gradio brings
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    named = Middleware(TrustedHostMiddleware, allowed_hosts=trusted_hosts(host))
+    named = Middleware(TrustedHostMiddleware, allowed_hosts=trusted_hosts(host, names))
     theme = import_gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     return {
         "theme": theme, "css": _STYLE, "share": False, "run_history": False, "footer_links": [], "ssr_mode": False,

@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from ..utils.messages import InputError
-from ..utils.validation import Count, Flag, Number, Text, WeightSettings
+from ..utils.plugins import load_function
+from ..utils.validation import Count, Flag, Number, Text, TextList, WeightSettings
 from .settings import SettingsParser, check_models
 
 EXAMPLE = r"""
@@ -26,6 +27,11 @@ class ChatSettings(WeightSettings):
     model: Text = Field(title="FOLDER", description="an adapter, a native MoE or a dense model")
     base: Text | None = Field(None, title="PATH", description="an adapter's base; default: the one that it names")
     load_in_4bit: Flag = Field(False, description="hold the base's weights in 4 bits (bitsandbytes)")
+    choose: Text | None = Field(
+        None,
+        title="M:F",
+        description="module:function, from texts to names of experts, None for the base; default: the mixture's gate",
+    )
     system: Text | None = Field(None, title="TEXT", description="a system prompt")
     max_new_tokens: Count = Field(512, description="maximum tokens per answer")
     temperature: Annotated[Number, Field(ge=0)] = Field(
@@ -36,6 +42,7 @@ class ChatSettings(WeightSettings):
     host: Text | None = Field(
         None, title="ADDRESS", description="the page's address; default: 127.0.0.1, this machine only"
     )
+    allowed_hosts: TextList | None = Field(None, title="NAME", description="further names of a page on 127.0.0.1")
     port: Annotated[Count, Field(le=65535)] | None = Field(
         None, description="the page's port; default: the first free one from 7860"
     )
@@ -43,8 +50,8 @@ class ChatSettings(WeightSettings):
 
 _GROUPS = {
     "Model": ("model", "base", "dtype", "load_in_4bit", "quantization"),
-    "Answers": ("system", "max_new_tokens", "temperature"),
-    "Page": ("web", "host", "port"),
+    "Answers": ("choose", "system", "max_new_tokens", "temperature"),
+    "Page": ("web", "host", "allowed_hosts", "port"),
 }
 
 
@@ -65,7 +72,7 @@ def _check_address(host: str | None, port: int | None) -> None:
 
 
 def run(settings: ChatSettings) -> None:
-    for name in ("host", "port"):
+    for name in ("host", "allowed_hosts", "port"):
         if getattr(settings, name) is not None and not settings.web:
             raise InputError(f"{name}={getattr(settings, name)!r}: is for the page; add --web")
     check_models(**{"--model": settings.model, "base": settings.base})
@@ -87,8 +94,12 @@ def run(settings: ChatSettings) -> None:
         quantization = {"load_in_4bit": True, **(quantization or {})}
     folder = open_folder(settings.model, "--model", base=settings.base)
     model, tokenizer = folder.load(settings.dtype, quantization), folder.tokenizer
-    gate = None
-    if isinstance(folder, MoELoraFolder) and (folder.folder / REQUEST_GATE).is_file():
+    choose, gate = None, None
+    if settings.choose is not None:
+        if not isinstance(folder, MoELoraFolder):
+            raise InputError(f"choose={settings.choose!r}: {settings.model} is no mixture of adapters to choose from")
+        choose = load_function(settings.choose, "choose")
+    elif isinstance(folder, MoELoraFolder) and (folder.folder / REQUEST_GATE).is_file():
         gate = RequestGate.from_pretrained(folder.folder, model, tokenizer=tokenizer)
     begin = partial(
         Conversation,
@@ -98,19 +109,21 @@ def run(settings: ChatSettings) -> None:
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         pick=None if gate is None else gate.pick,
+        choose=choose,
     )
     conversation, about = begin(), describe(model)
     name = Path(settings.model).name or settings.model
     lines = [f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
     if conversation.experts:
         lines.append(f"experts: {', '.join(conversation.experts)}; {len(routed_layers(model))} routers")
-    if gate is not None:
+    if conversation.pick is not None:
         lines.append("each question is answered by the expert that it is for, or by the base; /auto: token by token")
     if tokenizer.chat_template is None:
         lines.append("no chat template: each question is continued as text, on its own")
     print(f"{settings.model}: {lines[0]}", *lines[1:], sep="\n")
     if settings.web:
-        serve_page(Page(begin), name, " · ".join(lines), settings.host or "127.0.0.1", settings.port)
+        hosts = settings.allowed_hosts or ()
+        serve_page(Page(begin), name, " · ".join(lines), settings.host or "127.0.0.1", settings.port, hosts)
     else:
         print("/help lists the commands")
         Terminal(conversation).run()

@@ -41,6 +41,7 @@ class KernelRidge:
         variance_L = x_RLD.var(0, correction=0).sum(-1)
         self.scale_L1 = (2 * len(variance_L) * variance_L).sqrt().clamp_min(1e-12)[:, None]
         self.x_RF = self._scaled(x_RLD)
+        self.square_R = self.x_RF.square().sum(1)
         count_N = torch.tensor([len(of_class) for of_class in classes])
         self.class_R = torch.arange(len(classes)).repeat_interleave(count_N)
         self.target_RN = torch.eye(len(classes), dtype=torch.float64)[self.class_R]
@@ -63,8 +64,9 @@ class KernelRidge:
     def left_out_RN(self) -> torch.Tensor:
         """Scores of each text by the regression on all other texts, none of its copies among them, in closed form."""
         inverse_RR = torch.cholesky_inverse(self.cholesky_RR)
-        error_RN = torch.empty_like(self.coefficients_RN)
-        for row_S in self.text_R.argsort(stable=True).split(self.text_R.bincount().tolist()):
+        error_RN = self.coefficients_RN / inverse_RR.diagonal()[:, None]
+        copies = self.text_R.argsort(stable=True).split(self.text_R.bincount().tolist())
+        for row_S in (row_S for row_S in copies if len(row_S) > 1):
             error_RN[row_S] = torch.linalg.solve(inverse_RR[row_S][:, row_S], self.coefficients_RN[row_S])
         return self.target_RN - error_RN
 
@@ -74,7 +76,8 @@ class KernelRidge:
 
     def _kernel(self, x_RF: torch.Tensor) -> torch.Tensor:
         """Return exp(−d²/2) for the distances d from vectors to the texts' vectors, float64."""
-        return torch.cdist(x_RF, self.x_RF).double().square().mul(-0.5).exp()
+        product = torch.addmm(self.square_R, x_RF, self.x_RF.T, alpha=-2)  # cdist would copy the texts' vectors
+        return product.add_(x_RF.square().sum(1, keepdim=True)).clamp_min_(0).double().mul_(-0.5).exp_()
 
 
 def thinning(counts: Sequence[int]) -> list[int]:

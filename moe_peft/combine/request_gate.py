@@ -254,25 +254,26 @@ class RequestGate:
         digests = [*(of.digests for of in kept), *number_R]
         return KernelRidge([*(of.vectors for of in kept), *lists.values()], self.penalty, digests)
 
-    @property
+    @cached_property
     def _classes(self) -> list[str]:
         """Names of the classifier's classes, in order."""
         return [*self.texts, *self.gone, *self.lists]
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Names of the adapters, in order."""
         return [name for name in self.texts if name != BASE]
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """Names of the columns of `scores`: the adapters, and `"base"` if the base may be chosen."""
         return [*self.names, BASE] if self._for_base else self.names
 
-    @property
+    @cached_property
     def _for_base(self) -> list[int]:
         """Indices of the classes whose requests the base answers."""
-        return [i for i, name in enumerate(self._classes) if name not in self.names]
+        adapters = {*self.names}
+        return [i for i, name in enumerate(self._classes) if name not in adapters]
 
     @cached_property
     def margin(self) -> float:
@@ -479,7 +480,7 @@ class RequestGate:
 
     def _of_columns(self, raw_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores of the `columns` from scores of all classes, and the best adapter's lead over the base."""
-        adapters = [self._classes.index(name) for name in self.names]
+        adapters = [i for i, name in enumerate(self.texts) if name != BASE]
         scores_RN, best_R = raw_RN[:, adapters], raw_RN[:, adapters].max(1).values
         if not self._for_base:
             return scores_RN, torch.full_like(best_R, torch.inf)

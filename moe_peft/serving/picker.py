@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from ..combine.request_gate import RequestChoice, RequestGate
 from ..combine.request_texts import Request, request_text, user_turns
-from ..utils.messages import one_line
+from ..utils.messages import InputError
+from ..utils.plugins import names_for
 
 # Route → field of the body with the question.
 ASKED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
@@ -93,10 +94,10 @@ class ByFunction:
     names: Sequence[str] | None = None
 
     def __call__(self, requests: Sequence[Request]) -> list[RequestChoice]:
-        picked = self.function(texts := [request_text(request) for request in requests])
-        if not isinstance(picked, Sequence) or isinstance(picked, str) or len(picked) != len(texts):
-            answer = one_line(repr(picked), 80)
-            raise Refused(f"choose={self.path!r}: must return {len(texts)} names for as many texts, not {answer}", 500)
+        try:
+            picked = names_for([request_text(request) for request in requests], self.function, self.path)
+        except InputError as error:
+            raise Refused(str(error), 500) from error
         return [RequestChoice(name, {}) for name in picked]
 
 

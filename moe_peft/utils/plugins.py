@@ -57,6 +57,24 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
     return function
 
 
+def names_for(texts: Sequence[str], choose: Callable[[Sequence[str]], Any], path: str) -> Sequence[str | None]:
+    """
+    Return the names that a user's function gives to texts, None for the base.
+
+    Args:
+        choose: texts → a name for each.
+        path: names the function in messages.
+
+    Raises:
+        ValueError: the function does not return as many names.
+    """
+    names = choose(texts)
+    if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != len(texts):
+        answer = one_line(repr(names), 80)
+        raise InputError(f"choose={path!r}: must return {len(texts)} names for as many texts, not {answer}")
+    return names
+
+
 def _place(error: BaseException) -> str:
     """Return the last line that ran in the module's file or in files of its folder. "" if the module was not found."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][1:]

@@ -182,12 +182,31 @@ def test_settings_reach_the_conversation(talk, monkeypatch):
 
     monkeypatch.setattr(Conversation, "__init__", spy)
     talk("base", flags=("--system", "brief", "--temperature", "0.5"))
-    assert made == {"system": "brief", "max_new_tokens": 8, "temperature": 0.5, "pick": None}
+    assert made == {"system": "brief", "max_new_tokens": 8, "temperature": 0.5, "pick": None, "choose": None}
+
+
+def test_a_function_of_the_users_own_picks_an_expert_for_each_question(talk, tmp_path, monkeypatch):
+    """It reads the question alone, and what is wrong with its answer is one line."""
+    (tmp_path / "chat_rules.py").write_text(
+        "def by_word(texts):\n    return [{'hello': 'math', 'bye': None, 'oh': 'cooking', 'no': 1 / 0 if 'no' in texts "
+        "else 1}[text] for text in texts]\n\n\ndef too_many(texts):\n    return ['law'] * 9\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    printed = talk("mixture", "hello", "bye", "oh", "no", "/auto", flags=("--choose", "chat_rules:by_word"))
+    assert "each question is answered by the expert that it is for, or by the base" in printed
+    assert "served by: math 100 %" in after(printed, "hello")
+    assert "served by: the base, without the adapter" in after(printed, "bye")
+    assert "the name='cooking': must be one of law, math, code, prose, None" in after(printed, "oh")
+    assert "choose='by_word': ZeroDivisionError: division by zero" in after(printed, "no")
+    printed = talk("mixture", "hello", flags=("--choose", "chat_rules:too_many"))
+    assert "choose='too_many': must return 1 names for as many texts" in after(printed, "hello")
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
+        (("--choose", "chat_rules"), "is no mixture of adapters to choose from"),
+        (("--allowed-hosts", "box.lan"), "--allowed-hosts=['box.lan']: is for the page; add --web"),
         (("--temperature", "-1"), "temperature=-1"),
         (("--base", "."), "base='.': is for an adapter"),
         (("--load-in-4bit", "--quantization", '{"load_in_3bit": true}'), "load_in_3bit: unknown key"),

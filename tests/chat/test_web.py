@@ -199,7 +199,7 @@ def test_the_space_serves_what_its_variables_say(folder, monkeypatch):
         monkeypatch.setenv(name, value)
     runpy.run_path(str(SPACE / "app.py"))
     ((page, title, about, *where),) = served
-    assert where == ["0.0.0.0", 7860] and title == "mixture" and "experts: law, math" in about
+    assert where == ["0.0.0.0", 7860, ()] and title == "mixture" and "experts: law, math" in about
     assert (page.sample.system, page.sample.max_new_tokens) == ("brief", 7)
     settings = yaml.safe_load((SPACE / "README.md").read_text().split("---")[1])
     assert settings["sdk"] == "gradio" and (SPACE / settings["app_file"]).exists()
@@ -214,14 +214,15 @@ def url(begin):
     pytest.importorskip("gradio", reason="needs the extra `web`")
     page = Page(partial(begin, max_new_tokens=30))
     demo = web.blocks(page, "<i>tiny</i>", "a & b")
-    _, url, _ = demo.launch(**web.launch_settings("127.0.0.1"))
+    _, url, _ = demo.launch(**web.launch_settings("127.0.0.1", ["box.lan"]))
     yield url.rstrip("/")
     demo.close()
 
 
 def test_other_names_do_not_reach_the_page(url):
-    with urllib.request.urlopen(url) as page:
-        assert page.status == 200
+    for host in ("localhost", "box.lan"):
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host})) as page:
+            assert page.status == 200
     for host in ("evil.example", "127.0.0.1.evil.example"):
         with pytest.raises(urllib.error.HTTPError, match="400"):
             urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}))

@@ -158,9 +158,12 @@ def _sizes(config: PreTrainedConfig) -> dict[str, int]:
     return small
 
 
-def tiny(name: str) -> PreTrainedModel:
+def tiny(name: str, **fields: Any) -> PreTrainedModel:
     """
     A model of this type, a few thousand parameters large and with random values everywhere.
+
+    Args:
+        fields: further fields of the config.
 
     Raises:
         Exception: the type's config cannot be made tiny in this way.
@@ -170,7 +173,7 @@ def tiny(name: str) -> PreTrainedModel:
     default = config_class()
     parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
     settings = {**_sizes(default), **{part: _sizes(of) for part, of in parts.items() if of is not None}}
-    config = config_class(**{**settings, **SETTINGS.get(kind, {}), **special})
+    config = config_class(**{**settings, **SETTINGS.get(kind, {}), **special, **fields})
     config.use_cache, config.is_decoder = False, True
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     with torch.device("meta"):

@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import json
 import math
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from ..adapter.ffn_layout import find_layout
 from ..models.introspection import base_model, base_passes, counted_tokens, text_config
 from ..native.folders import DenseFolder, NativeFolder, WholeModel, open_folder, open_model
 from ..utils.io import reading
-from ..utils.loading import NO_CODE, check_loaded, read_tokenizer
+from ..utils.loading import NO_CODE, check_loaded, empty_model, read_tokenizer
 from ..utils.messages import InputError, choice_error
 from .kernel_ridge import KernelRidge
 from .request_texts import (
@@ -627,12 +628,24 @@ def _quarter(layers: int) -> int:
 
 
 def first_ffns(model: Any, count: int) -> list[nn.Module]:
-    """Return the FFNs of a model's first layers."""
-    layers, decoder = text_config(model).num_hidden_layers, base_model(model).get_decoder()  # not an image encoder
-    ffns = [module for module in decoder.modules() if find_layout(module) is not None]
-    if len(ffns) < layers:  # some FFNs have no known layout: read the layers' inputs
-        ffns = next([*part] for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == layers)
-    return ffns[:count]
+    """
+    Return the modules whose inputs the gate reads in a model's first layers: each layer's FFN, or the layers themselves
+    if one of them does not have a single FFN of a known layout. The choice depends on these layers alone.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
+    layers = _layers(model)[:count]
+    if not layers:
+        raise InputError(f"{type(model).__name__}: has no list of layers that a gate can read; use another base")
+    ffns = [[module for module in layer.modules() if find_layout(module) is not None] for layer in layers]
+    return [of_layer[0] for of_layer in ffns] if all(len(of_layer) == 1 for of_layer in ffns) else layers
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """Return the layers of a model's decoder, not of an image encoder; [] if it has no list of them."""
+    count, parts = text_config(model).num_hidden_layers, base_model(model).get_decoder().modules()
+    return next(([*part] for part in parts if isinstance(part, nn.ModuleList) and len(part) == count), [])
 
 
 def _check_requests(requests: Any, source: str) -> None:
@@ -657,8 +670,8 @@ def _opened(
         folder = open_folder(base, "base", DenseFolder, NativeFolder)
     else:
         folder = open_model(base, "base", revision)
-    model = first_layers(folder, dtype)
-    return model, tokenizer or folder.tokenizer, absolute(folder.path), text_config(model).num_hidden_layers
+    model, layers = first_layers(folder, dtype), _quarter(folder.config.get_text_config().num_hidden_layers)
+    return model, tokenizer or folder.tokenizer, absolute(folder.path), layers
 
 
 def absolute(path: str) -> str:
@@ -667,12 +680,11 @@ def absolute(path: str) -> str:
 
 
 def first_layers(folder: WholeModel, dtype: str = "auto") -> Any:
-    """Load the first quarter of a model's layers, in evaluation mode."""
-    config = copy.deepcopy(folder.config)
-    text = config.get_text_config()
-    text.num_hidden_layers = _quarter(text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    """
+    Load the first quarter of a model's layers, in evaluation mode. If these layers would compute something else without
+    the others, load all layers.
+    """
+    config = _first_quarter(folder)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # weights of the other layers are unused on purpose
     try:
@@ -685,3 +697,36 @@ def first_layers(folder: WholeModel, dtype: str = "auto") -> Any:
         transformers.logging.set_verbosity(verbosity)
     check_loaded(model, {**info, "unexpected_keys": ()}, folder)
     return model.to(PartialState().device).eval()
+
+
+def _first_quarter(folder: WholeModel) -> Any:
+    """Return the config of the first quarter of a model's layers, or the model's own if the layers would differ."""
+    config = copy.deepcopy(folder.config)
+    text = config.get_text_config()
+    try:
+        layers, text.num_hidden_layers = text.num_hidden_layers, _quarter(text.num_hidden_layers)
+        for name, value in vars(text).items():
+            if isinstance(value, (list, tuple)) and len(value) == layers:  # a value for each layer
+                setattr(text, name, value[: text.num_hidden_layers])
+        same = _same_layers(empty_model(folder.config, folder), empty_model(config, folder))
+    except (InputError, NotImplementedError):  # there is no such model
+        same = False
+    return config if same else folder.config
+
+
+def _same_layers(model: Any, first: Any) -> bool:
+    """Return whether the layers of `first` are those of `model`, and so are its parameters outside of the layers."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if any(shapes.get(name) != parameter.shape for name, parameter in first.named_parameters()):
+        return False  # such as embeddings for each layer
+    layers = _layers(first)
+    return bool(layers) and all(map(operator.eq, map(_facts, layers), map(_facts, _layers(model))))
+
+
+def _facts(layer: nn.Module) -> list[tuple[str, type, dict[str, Any]]]:
+    """Return the name, the type and the plain attributes of each module of a layer, such as its scale or window."""
+    plain = (bool, int, float, str, list, tuple)
+    return [
+        (name, type(module), {key: repr(value) for key, value in vars(module).items() if isinstance(value, plain)})
+        for name, module in layer.named_modules()
+    ]

@@ -21,6 +21,9 @@ Message: TypeAlias = Mapping[str, Any]
 Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
 
 PARTS = 32  # number of parts read of a request at most, from its beginning and its end
+LONGEST = (
+    1 << 19
+)  # characters at a text's beginning and end that are split: while a text is split, no other thread runs
 _MARKS = re.compile(r"[.?!,;:]+(?=\s|$)")
 _ENDS = re.compile(r"(?<=[.?!])\s+|(?<=:)\s+(?![\"“{\[])|(?<=[。?!])|\n+")
 
@@ -76,8 +79,10 @@ def one_form(text: str) -> str:
 def parts_of(text: str) -> list[str]:
     """
     Split a text into sentences and lines, and after colons, unless a quotation or data follows. Of a long text, return
-    the first and the last `PARTS / 2` parts.
+    the first and the last `PARTS / 2` parts. What lies more than `LONGEST` characters from both ends is left out.
     """
+    if len(text) > 2 * LONGEST:
+        text = f"{text[:LONGEST]}\n{text[-LONGEST:]}"
     parts = [part.strip() for part in _ENDS.split(text) if part and part.strip()]
     return parts if len(parts) <= PARTS else [*parts[: PARTS // 2], *parts[-PARTS // 2 :]]
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import struct
+import time
 
 import pytest
 import torch
@@ -244,6 +245,21 @@ def test_parts_are_sentences_and_lines():
     assert parts_of(text) == ["Hello!", "I pay 3.50 for it.", "What is  it:", "a or b?", "好。", "谢谢"]
     many = parts_of("\n".join(map(str, range(1000))))
     assert len(many) == PARTS and many[0] == "0" and many[-1] == "999"
+
+
+def test_a_text_of_60_mebibytes_is_split_as_fast_as_one_of_a_mebibyte():
+    """A proxy does nothing else meanwhile. Its beginning and its end are read."""
+
+    def seconds(text: str) -> float:
+        times = []
+        for _ in range(3):
+            start = time.thread_time()
+            assert parts_of(text)[0] == "Hello!" and parts_of(text)[-1] == "Bye?" and len(parts_of(text)) == 32
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    short, long = (f"Hello!\n{'x. ' * (size // 3)}\nBye?" for size in (1 << 20, 60 << 20))
+    assert seconds(long) < 5 * seconds(short)
 
 
 def test_turns_of_the_user_the_last_first():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
+import torch
 
 from moe_peft import RequestGate
 from moe_peft.combine.gate_report import concerns, left_out_report, report_on
@@ -47,6 +49,33 @@ def test_of_its_own_texts_each_is_left_out(gate):
         to_base = (best.values <= scores[own == i][:, -1] + gate.margin).sum().item()
         assert report.picked[name].get("base", 0) == to_base
         assert sum(report.picked[name].values()) == (own == i).sum()
+
+
+def test_work_grows_with_the_adapters_not_with_their_square(gate):
+    """The choice and the report, of 50 and of 800 adapters of two texts."""
+    of = gate.texts["math"]
+    seconds = []
+    for n in (50, 800):
+        draw = torch.Generator().manual_seed(0)
+        texts = {
+            str(i): dataclasses.replace(
+                of,
+                vectors=torch.randn(2, *of.vectors.shape[1:], generator=draw),
+                digests=torch.tensor([2 * i, 2 * i + 1]),
+            )
+            for i in range(n)
+        }
+        many = dataclasses.replace(gate, texts={**texts, "base": gate.texts["base"]})
+        assert many.margin >= 0 and len(many.names) == n  # fitted before the time is taken
+        of_kind = []
+        for work in (lambda gate=many: gate.pick(["1x2"]), lambda gate=many: left_out_report(gate)):
+            start = time.thread_time()
+            work()
+            of_kind.append(time.thread_time() - start)
+        seconds.append(of_kind)
+    (pick, report), (pick_many, report_many) = seconds
+    assert pick_many < 16 * pick
+    assert report_many < 16 * 16 * report * 1.5  # rows of scores: texts times adapters
 
 
 def test_files(gate, tmp_path):

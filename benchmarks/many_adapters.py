@@ -4,9 +4,10 @@ What a gate for requests costs as adapters come: texts alone, no adapter is need
     python -m benchmarks.many_adapters --data DATA    # ten minutes of a core; writes results/many_adapters.md
 
 DATA has `clinc150/data_full.json` and `banking77/train.csv` and `test.csv`. An adapter is an intent with some training
-texts: the 150 intents of clinc150; with the 77 of banking77, 227. Test texts of these intents and out-of-scope questions
-are asked one at a time. Of 1,000 adapters, each has texts drawn at random from all intents: only the cost counts. The model is SmolLM2-135M-Instruct in float32 with one thread; seconds are the process's
-CPU seconds. Each row is measured in two processes of its own: one makes the gate, one serves with it.
+texts: the 150 intents of clinc150; with the 77 of banking77, 227. Test texts of these intents and out-of-scope
+questions are asked one at a time. Of 1,000 adapters, each has texts drawn at random from all intents: only the cost
+counts. The model is SmolLM2-135M-Instruct in float32 with one thread; seconds are the process's CPU seconds. Each row is
+measured in two processes of its own: one makes the gate, one serves with it.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def main() -> None:
         "# A gate of many adapters",
         "",
         f"Made by `python -m benchmarks.many_adapters` on {machine()}: {args.each} texts of an adapter, {SPLIT} of "
-        "each of 1,000, and 1,000 or so of no adapter. The module's first lines say what is measured. *Lost*: to the "
+        "each of 1,000, and 419 of no adapter. The module's first lines say what is measured. *Lost*: to the "
         "base. *General*: clinc150's out-of-scope questions that the base gets. *Memory* is the growth of a process "
         "above the base's own, while the gate serves; *made*, at its peak while it is made.",
         "",

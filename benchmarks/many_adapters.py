@@ -6,8 +6,8 @@ What a gate for requests costs as adapters come: texts alone, no adapter is need
 DATA has `clinc150/data_full.json` and `banking77/train.csv` and `test.csv`. An adapter is an intent with some training
 texts: the 150 intents of clinc150; with the 77 of banking77, 227. Test texts of these intents and out-of-scope
 questions are asked one at a time. Of 1,000 adapters, each has texts drawn at random from all intents: only the cost
-counts. The model is SmolLM2-135M-Instruct in float32 with one thread; seconds are the process's CPU seconds. Each row is
-measured in two processes of its own: one makes the gate, one serves with it.
+counts. The model is SmolLM2-135M-Instruct in float32 with one thread; seconds are the process's CPU seconds. A row is
+measured in two processes: one makes the gate, one serves with it.
 """
 
 from __future__ import annotations

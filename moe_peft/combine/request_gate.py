@@ -61,6 +61,7 @@ ABOUT, FILLER, AS_BEFORE = "about_a_text", "filler", "as_before"  # lists of tex
 QUOTED = 24  # number of an adapter's texts, an eighth of all, that the gate reads as quoted in a request about a text
 CLEARLY_ABOUT = 0.45  # score of a part that is about another text
 _MARK = "(the request)"
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers with keys and values alone
 _PROBE = "Which of these words is the longest? (a probe)"
 
 
@@ -417,8 +418,8 @@ class RequestGate:
         The tokens that the chat template puts before each request, read once. None without such tokens, or for a base
         that does not continue them from keys and values alone.
         """
-        ids = self.reader.prefix
-        if not ids or base_model(self.model)._is_stateful:
+        ids, kinds = self.reader.prefix, {*(getattr(text_config(self.model), "layer_types", None) or ())}
+        if not ids or base_model(self.model)._is_stateful or kinds - _ATTENTIONS:
             return None
         prefix = _Prefix(torch.tensor([ids]), DynamicCache(config=text_config(self.model)))
         start = {"input_ids": prefix.ids_1P, "past_key_values": prefix.cache}

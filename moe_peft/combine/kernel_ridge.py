@@ -53,8 +53,8 @@ class KernelRidge:
             self.target_RN = _shared(self.text_R, self.target_RN)
         kernel_RR = self._kernel(self.x_RF)
         kernel_RR.diagonal().add_(penalty * count_N[self.class_R].double() * len(classes) / len(x_RLD))
-        self.cholesky_RR = torch.linalg.cholesky(kernel_RR)
-        self.coefficients_RN = torch.cholesky_solve(self.target_RN, self.cholesky_RR)
+        self._cholesky_RR = torch.linalg.cholesky(kernel_RR)
+        self.coefficients_RN = torch.cholesky_solve(self.target_RN, self._cholesky_RR)
 
     def __call__(self, x_RLD: torch.Tensor) -> torch.Tensor:
         """Return scores of vectors [R, L, d] for each class, float64 [R, N]."""
@@ -63,7 +63,8 @@ class KernelRidge:
     @cached_property
     def left_out_RN(self) -> torch.Tensor:
         """Scores of each text by the regression on all other texts, none of its copies among them, in closed form."""
-        inverse_RR = torch.cholesky_inverse(self.cholesky_RR)
+        inverse_RR = torch.cholesky_inverse(self._cholesky_RR)
+        del self._cholesky_RR  # 300 MB for 6,000 texts, and not needed again
         error_RN = self.coefficients_RN / inverse_RR.diagonal()[:, None]
         copies = self.text_R.argsort(stable=True).split(self.text_R.bincount().tolist())
         for row_S in (row_S for row_S in copies if len(row_S) > 1):

@@ -55,6 +55,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = re.sub(r"\[([^\]]+)\]\(((?:\.\./)*)docs/([\w/-]+)\.md(#[\w-]+)?\)", to_page, markdown)
     if page.file.src_uri == "api/commands.md":
         markdown = markdown.replace("<!-- help -->", all_help())
+    if page.file.src_uri == "api/upit-fields.md":
+        block = f'```yaml title="every-field.yaml"\n{recipe_fields()}```'
+        markdown = markdown.replace("<!-- fields -->", block)
     if page.file.src_uri.startswith("../recipes/"):
         recipe = path.with_suffix(".yaml")
         text = recipe.read_text(encoding="utf-8")
@@ -74,7 +77,7 @@ def all_help() -> str:
 
 
 def recipe_fields() -> str:
-    """A recipe with every field at its default, and what its description says: the block of docs/api/upit-fields.md."""
+    """A recipe with every field at its default, and what its description says."""
     lines: list[str] = []
     for name, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
@@ -102,10 +105,3 @@ def on_template_context(context: dict[str, Any], template_name: str, config: MkD
     if template_name == "404.html" and not config.site_url:
         context["base_url"] = "."
     return context
-
-
-if __name__ == "__main__":  # python docs/hooks.py, when a field has changed
-    page = ROOT / "docs/api/upit-fields.md"
-    before, _, after = page.read_text(encoding="utf-8").partition('```yaml title="every-field.yaml"\n')
-    block = f'```yaml title="every-field.yaml"\n{recipe_fields()}'
-    page.write_text(before + block + after[after.index("```\n") :], encoding="utf-8")

@@ -333,13 +333,13 @@ def test_attention_routers_in_python(rate, tmp_path, tokenizer, monkeypatch):
         assert distance < 1e-6 if rate == 0 else 1e-5 < distance < 0.1
 
 
-def test_every_recipe_has_a_note_that_names_it_and_a_row_with_its_status():
+def test_every_recipe_has_a_note_that_names_it_and_a_row():
     every = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name != "accelerate")
     rows = (RECIPES.parent / "docs" / "recipes" / "index.md").read_text().splitlines()
+    assert any("only the quickstart has been run" in row for row in rows)
     for path in every:
         assert path.name in path.with_suffix(".md").read_text()
-        (row,) = (row for row in rows if f"(../../recipes/{path.parent.name}/{path.stem}.md)" in row)
-        assert ("not run yet" in row) == (path.stem != "quickstart")
+        assert sum(f"(../../recipes/{path.parent.name}/{path.stem}.md)" in row for row in rows) == 1
 
 
 LAUNCHERS = sorted((RECIPES / "accelerate").glob("*.yaml"))

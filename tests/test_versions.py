@@ -104,3 +104,26 @@ def test_lowest_versions_are_the_lower_bounds():
     torch = pins.pop("torch")
     assert {name: str(r.specifier) for name, r in pins.items()} == {name: f"=={bounds[name]}" for name in bounds}
     assert f"{torch}" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+PLACES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+    "docs/index.md",
+    "examples/quickstart.ipynb",
+    "examples/several_loras.ipynb",
+    "examples/space/requirements.txt",
+)
+
+
+def test_the_repository_has_one_address():
+    """Where a reader installs from: every place names the address that `REPOSITORY` is, and no other."""
+    from moe_peft.utils.messages import REPOSITORY
+
+    assert PROJECT["urls"]["Repository"] == REPOSITORY
+    for place in PLACES:
+        text = (ROOT / place).read_text()
+        assert re.search(rf"{re.escape(REPOSITORY)}(?![\w/-])", text), place
+        cloned = re.findall(r"(?:git clone(?: --\S+)* |git\+)(http\S+)", text)
+        assert set(cloned) <= {REPOSITORY}, place

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+REPOSITORY = "https://example.org/moe_peft"  # pages, notebooks and pyproject.toml name it, too
+
 
 def install(extra: str) -> str:
     """Return the command to install the package with an extra: from a clone, as its name on PyPI is not taken yet."""

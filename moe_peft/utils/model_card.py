@@ -20,7 +20,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
 
 from .io import atomic_write, read_json
-from .messages import InputError, one_line
+from .messages import REPOSITORY, InputError, one_line
 
 logger = logging.getLogger("moe_peft")
 
@@ -150,6 +150,7 @@ def write_model_card(
         card = ModelCard.from_template(
             data,
             template_path=str(_TEMPLATE),
+            repository=REPOSITORY,
             facts=facts,
             mark=json.dumps(facts).replace(">", r"\u003e"),  # ">" would end the comment
             title=title or _title(adapter, num_experts, bases),

@@ -71,3 +71,8 @@ def test_serve_many_shows_what_pick_prints(beginning: str):
         picked[name] = {to: count for to, count in picked[name].items() if count}
     report = GateReport(0.5, picked, [], [])
     assert report.lines() == lines[start : start + 1 + len(picked)] and len(picked) > 2
+
+
+def test_readme_shows_the_log_of_the_tutorial():
+    logged = re.findall(r"^# (\{'loss'.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(logged) == 3 and logged == shown("docs/tutorial.md", "'aux_loss'")[:3]

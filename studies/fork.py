@@ -91,7 +91,7 @@ NONE = ("far", "near", "talk")
 
 
 class Joint(NamedTuple):
-    """A training on all rows: of a LoRA, or of a mixture (rank 0)."""
+    """A training on all rows: of a LoRA of this rank, or of a mixture."""
 
     rank: str
     replay: int

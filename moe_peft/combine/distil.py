@@ -16,6 +16,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ from ..models.introspection import end_tokens
 from ..training.answers import AnswersFile, KeptAnswer, Tokens, answers_in_batches, base_digest
 from ..training.checkpointing import hash_value
 from ..training.data import IGNORED
+from ..utils.distributed import on_main_process
 from ..utils.messages import InputError
 from .regmean import with_lora
-from .request_texts import Request, neutral_requests
+from .request_texts import Request, check_requests, neutral_requests
 
 logger = logging.getLogger("moe_peft")
 
@@ -113,6 +115,10 @@ def distil(
     >>> model.save_pretrained("math-and-code")
     ```
     """
+    if len(prompts) != len(adapters):
+        raise InputError(f"distil: prompts: are for {len(prompts)} adapters of {len(adapters)}; give a list for each")
+    for requests in prompts:
+        check_requests(requests, "distil: prompts")
     is_chat = any(not isinstance(request, str) for of_adapter in prompts for request in of_adapter)
     if general is None:
         general = general_requests(neutral_requests(), is_chat)
@@ -199,19 +205,20 @@ class Teachers:
         Args:
             prompts: for each teacher, the tokens of its prompts. The last teacher is the base.
         """
-        for name, of_teacher in zip(self.names[:-1], prompts, strict=False):
-            if not of_teacher:
+        for name, of_teacher in zip(self.names, prompts, strict=True):
+            if not of_teacher and name != self.names[-1]:
                 raise InputError(f"distil: {name}: no prompt is for it; give some for each adapter")
         keys = [[hash_value([self.identities[i], ids]) for ids in of_one] for i, of_one in enumerate(prompts)]
-        known = self.file.read()
+        known: dict[str, Tokens] = on_main_process(self.file.read)
         for i, of_teacher in enumerate(prompts):
             missing = {key: ids for key, ids in zip(keys[i], of_teacher, strict=True) if key not in known}
             for made in self._answers(i, missing):
                 known |= made
-                self.file.append(
+                lines = [
                     KeptAnswer(self.names[i], self.tokenizer.decode(missing[key]), self._text(tokens), tokens, key)
                     for key, tokens in made.items()
-                )
+                ]
+                on_main_process(partial(self.file.append, lines))
         rows = []
         for i, of_teacher in enumerate(prompts):
             answered = [
@@ -254,6 +261,21 @@ def _identity(lora: PlainLora) -> str:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+class _RowTrainer(SFTTrainer):
+    """
+    Gives each row the same weight, as a mean over rows of the mean over a row's answer. In TRL's mean over all tokens,
+    a label of two tokens counts nothing beside a general answer of sixty.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)  # TRL's head, with 0 at ignored positions
+        count_B = outputs.label_mask.sum(1).clamp(min=1)
+        loss = -(outputs.log_probs.sum(1) / count_B).sum() / ROWS_PER_STEP
+        return (loss, outputs) if return_outputs else loss
+
+
 def fitted(
     model: Any, loras: Sequence[PlainLora], rows: Sequence[Mapping[str, Any]], tokenizer: Any, steps: int, rank: int,
     learning_rate: float, batch_size: int, seed: int,
@@ -287,6 +309,6 @@ def fitted(
             logging_steps=max(1, steps // 10), save_strategy="no", report_to="none", use_cpu=not on_accelerator,
             gradient_checkpointing=on_accelerator, bf16=False, fp16=on_accelerator and model.dtype == torch.float16,
         )  # fmt: skip
-        trainer = SFTTrainer(pupil, args, train_dataset=data, processing_class=copy.deepcopy(tokenizer))
+        trainer = _RowTrainer(pupil, args, train_dataset=data, processing_class=copy.deepcopy(tokenizer))
         trainer.train()
     return pupil.eval()

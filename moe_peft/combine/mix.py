@@ -155,8 +155,8 @@ def _mix_adapters(settings: MixSettings, gates: GateInit, folder: Path) -> Made:
 
     # Set its gates: first the gate for requests, then the gates for tokens.
     request_gate = _request_gate(parts, model, requests, general, settings.max_length)
-    sums = None
-    if kept_gates is not None and _keeps_sums(model, file, settings.keep_sums):
+    sums, keeps = None, kept_gates is not None and _keeps_sums(model, file, settings.keep_sums)
+    if kept_gates is not None and (keeps or former is not None):
         former = former and _former_sums(former, parts, batches, config.num_experts)
         sums = init_gates(model, kept_gates, batches, former=former)
     else:
@@ -170,7 +170,7 @@ def _mix_adapters(settings: MixSettings, gates: GateInit, folder: Path) -> Made:
         measured = score_mixture(model.eval(), rows, settings.gates, labels, request_gate, to_base)
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
-    if sums is not None:
+    if sums is not None and keeps:
         write_sums(folder / file, sums)
     if request_gate is not None:
         request_gate.base, request_gate.revision = absolute(parts.base.path), parts.base.revision
@@ -408,7 +408,7 @@ def _request_gate(
         return None
     gate = RequestGate.from_pretrained(mixture.folder, model, tokenizer=tokenizer)
     names = (mixture.config.expert_names or [])[: mixture.config.num_updates]
-    if parts.replace is not None and names[parts.replace] in gate.texts:
+    if parts.replace is not None and names and names[parts.replace] in gate.texts:
         gate = gate.without_adapter(names[parts.replace])
     others = [label for label in labels if label != new or parts.replace is not None]
     gate = gate.renamed(dict(zip(names or others, others, strict=True)))

@@ -45,6 +45,7 @@ from ..utils.messages import InputError, choice_error
 from .kernel_ridge import KernelRidge
 from .request_texts import (
     Request,
+    check_requests,
     neutral_requests,
     numbers_of,
     one_form,
@@ -237,6 +238,8 @@ class RequestGate:
     lose: float = 0.03
     fixed_margin: float | None = None
     gone: dict[str, Texts] = field(default_factory=dict)
+    # The place of the model when the prefix was read, and the prefix.
+    _read_prefix: Any = field(default=None, init=False, repr=False, compare=False)
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -320,7 +323,7 @@ class RequestGate:
             raise InputError("requests: are of no adapter; give some texts for each")
         texts: dict[str, Sequence[Request]] = {**requests, BASE: neutral_requests() if neutral is None else neutral}
         for name, of_name in texts.items():
-            _check_requests(of_name, f"requests of {name!r}")
+            check_requests(of_name, f"requests of {name!r}")
         if chat is None:
             chat = any(not isinstance(request, str) for of_name in requests.values() for request in of_name)
         model, tokenizer, path, layers = _opened(base, tokenizer)
@@ -343,7 +346,7 @@ class RequestGate:
         Raises:
             ValueError: no request has words.
         """
-        _check_requests(requests, f"requests of {name!r}")
+        check_requests(requests, f"requests of {name!r}")
         texts = [text for request in requests if (text := request_text(request).strip())]
         if not texts:
             raise InputError(f"requests: {name!r} has none with words; give some texts that it is for")
@@ -389,12 +392,12 @@ class RequestGate:
         Compute the vectors of requests, float32 [R, L, d]: the mean of each FFN's input over a request's tokens. Values
         have the precision of float16, in which `save_pretrained` keeps them.
         """
-        _check_requests(requests, "requests")
+        check_requests(requests, "requests")
         if not len(requests):
             return torch.zeros(0, len(self.modules), text_config(self.model).hidden_size)
         texts = [one_form(self.reader.cut(request_text(request))) for request in requests]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths need little padding
-        prefix, starts = self._prefix, range(0, len(order), batch_size)
+        prefix, starts = self._prefix(), range(0, len(order), batch_size)
         batches = (self.reader.batch([texts[i] for i in order[at : at + batch_size]]) for at in starts)
         vectors_RLD = self._vectors(_continuing(batch, prefix) for batch in batches)
         return vectors_RLD[torch.tensor(order).argsort()].clamp(-6e4, 6e4).half().float()
@@ -411,21 +414,31 @@ class RequestGate:
         base_passes(self.model, batches, self.modules, add, only=True)
         return torch.stack([torch.cat(of_layer) for of_layer in found], 1)
 
-    @cached_property
-    @torch.no_grad()
     def _prefix(self) -> _Prefix | None:
         """
-        The tokens that the chat template puts before each request, read once. None without such tokens, or for a base
-        that does not continue them from keys and values alone.
+        Return the tokens that the chat template puts before each request, read once and again if the model moves. None
+        without such tokens, or for a base that does not continue them from keys and values alone.
         """
+        first = next(self.model.parameters())
+        place = (first.device, first.dtype)
+        if self._read_prefix is None or self._read_prefix[0] != place:
+            self._read_prefix = place, self._new_prefix()
+        return self._read_prefix[1]
+
+    @torch.no_grad()
+    def _new_prefix(self) -> _Prefix | None:
         ids, kinds = self.reader.prefix, {*(getattr(text_config(self.model), "layer_types", None) or ())}
-        if not ids or base_model(self.model)._is_stateful or kinds - _ATTENTIONS:
+        stateful = base_model(self.model)._is_stateful or kinds - _ATTENTIONS
+        if not ids or stateful or not self.reader.tokenizer.is_fast:  # without offsets, all tokens of a text count
             return None
         prefix = _Prefix(torch.tensor([ids]), DynamicCache(config=text_config(self.model)))
         start = {"input_ids": prefix.ids_1P, "past_key_values": prefix.cache}
         base_passes(self.model, [start], self.modules, lambda *args: None, only=True)
         batch = self.reader.batch([_PROBE])
-        whole_1LD, continued_1LD = (self._vectors([each]) for each in (batch, _continuing(batch, prefix)))
+        continued = _continuing(batch, prefix)
+        if continued is batch:
+            return None
+        whole_1LD, continued_1LD = (self._vectors([each]) for each in (batch, continued))
         same = torch.cosine_similarity(whole_1LD, continued_1LD, dim=-1).min() > 0.999
         return prefix if same else None
 
@@ -444,7 +457,7 @@ class RequestGate:
 
         The last user message decides, or the message before it if the last one refers to it.
         """
-        _check_requests(requests, "requests")
+        check_requests(requests, "requests")
         turns = [[text for turn in user_turns(request) if (text := turn.strip())] or [""] for request in requests]
         choices: dict[int, RequestChoice] = {}
         earlier, open_ = 0, [*range(len(turns))]
@@ -647,12 +660,6 @@ def _layers(model: Any) -> list[nn.Module]:
     """Return the layers of a model's decoder, not of an image encoder; [] if it has no list of them."""
     count, parts = text_config(model).num_hidden_layers, base_model(model).get_decoder().modules()
     return next(([*part] for part in parts if isinstance(part, nn.ModuleList) and len(part) == count), [])
-
-
-def _check_requests(requests: Any, source: str) -> None:
-    """Raise if `requests` is one text or one chat: its letters or messages would be read as requests."""
-    if isinstance(requests, str) or (requests and isinstance(requests[0], Mapping)):
-        raise InputError(f"{source}: must be a list of texts, or of chats, each a list of messages")
 
 
 def _opened(

@@ -159,3 +159,9 @@ def read_neutral(file: str | None, only: bool = False, field: str = "neutral") -
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip() and not f"{line} ".startswith("# ")]
+
+
+def check_requests(requests: Any, source: str) -> None:
+    """Raise if `requests` is one text or one chat: its letters or messages would be read as requests."""
+    if isinstance(requests, str) or (requests and isinstance(requests[0], Mapping)):
+        raise InputError(f"{source}: must be a list of texts, or of chats, each a list of messages")

@@ -30,6 +30,7 @@ from ..routing.routers import make_router
 from ..utils.io import read_json
 from ..utils.loading import ADAPTER_WEIGHTS, CONFIG
 from ..utils.messages import InputError, one_line
+from ..utils.validation import prefixed
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
 _SHARD = 5 * 10**9  # bytes
@@ -148,7 +149,8 @@ class PrunableAdapter(Prunable):
         if names is not None:
             copy_without(source, folder, [name for i, name in enumerate(names) if i not in left])
         gates = gates_with_sums(source)
-        initializer = find_gate_init(gates).with_kept_sums() if gates else None
+        with prefixed(f"{source}: its gates need a plugin (--plugins)"):
+            initializer = find_gate_init(gates).with_kept_sums() if gates else None
         if gates is None or initializer is None:
             return
         try:

@@ -159,7 +159,9 @@ class AnswersFile:
         with reading(f"{self.field}={str(self.path)!r}", remedy), self.path.open("a+b") as file:
             file.seek(0)
             *lines, torn = file.read().split(b"\n")
-            if not torn.startswith(_START[: len(torn)]):
+            if torn and _is_json(torn):  # only its line break is missing
+                lines, torn = [*lines, torn], b"\n"
+            elif not torn.startswith(_START[: len(torn)]):
                 raise ValueError("its last line is no answer")
             rows = [_parsed(line, i) for i, line in enumerate(lines, 1)]
             kept = [row for row in rows if only is None or row.key in only]
@@ -173,6 +175,14 @@ class AnswersFile:
         if self.path is not None:
             with self.path.open("ab") as file:
                 file.write(b"".join(map(_line, rows)))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _parsed(line: bytes, number: int) -> KeptAnswer:

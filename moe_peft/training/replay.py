@@ -230,7 +230,7 @@ class Replay:
 
     def _answers(self, model: Any, asked: Sequence[Asked], file: Path | None) -> list[str | None]:
         """Return the base's answer to each request, from the file or new; None if the base does not end it."""
-        base, kept = base_digest(model), AnswersFile(file, "file")
+        base, kept = base_digest(model), AnswersFile(file, "replay: answers")
         ends = sorted({*end_tokens(model, self.tokenizer), *self.ends})
         keys = [hash_value([base, each.text, each.ids, self.limit(each), ends]) for each in asked]
         known: dict[str, Tokens] = on_main_process(lambda: kept.read(only={*keys}))

@@ -21,6 +21,7 @@ from moe_peft import distil
 from moe_peft.combine.mix import mix
 from moe_peft.native.folders import DenseFolder
 from moe_peft.utils.messages import InputError
+from tests.helpers.close import assert_near
 from tests.helpers.mix_case import DOMAINS, FFN, make_case, rows, settings, write_lora
 from tests.helpers.warm import kill_at, start
 
@@ -61,12 +62,12 @@ def made(case, tmp_path_factory):
     out, given = tmp_path_factory.mktemp("out") / "one", {}
     with pytest.MonkeyPatch.context() as patch:
 
-        class Seen(SFTTrainer):
+        class Seen(distilling._RowTrainer):
             def __init__(self, model: Any, args: Any, train_dataset: Dataset, **kwargs: Any) -> None:
                 given["rows"] = train_dataset.to_list()
                 super().__init__(model, args, train_dataset=train_dataset, **kwargs)
 
-        patch.setattr(distilling, "SFTTrainer", Seen)
+        patch.setattr(distilling, "_RowTrainer", Seen)
         measured = mix(of_case(case, out))
     return out, given["rows"], measured
 
@@ -169,6 +170,34 @@ def test_a_run_that_was_killed_does_not_ask_again(point, case, made, tmp_path, m
     if point[0] == "train":
         assert not asked
     assert load_file(files[0]).keys() == load_file(files[1]).keys()
+
+
+def test_each_row_has_the_same_weight_however_long_its_answer(case, tokenizer, tmp_path):
+    model = get_peft_model(plain(case, "base"), LoraConfig(r=2, target_modules=FFN, init_lora_weights=False))
+    of_rows = [([5, 9, 50, 2], 1), ([7, 8, 9, 10, 11, 12, 13, 2], 6), ([3, 4, 2], 2)]  # tokens, those of the answer
+    data = [{"input_ids": ids, "labels": [-100] * (len(ids) - n) + ids[-n:]} for ids, n in of_rows]
+    args = SFTConfig(str(tmp_path), max_length=None, report_to="none", use_cpu=True, bf16=False)
+    trainer = distilling._RowTrainer(model, args, train_dataset=Dataset.from_list(data), processing_class=tokenizer)
+    loss = trainer.compute_loss(model, trainer.data_collator(data), num_items_in_batch=9)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    wanted = 0
+    for ids, n in of_rows:
+        log_probs = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        wanted -= sum(log_probs[at - 1, ids[at]] for at in range(len(ids) - n, len(ids))) / n
+    wanted = wanted / distilling.ROWS_PER_STEP
+    assert_near(loss.detach(), wanted.detach(), dtype=torch.float32)
+    wanted.backward()
+    assert found
+    for name, gradient in found.items():
+        assert_near(gradient, model.get_parameter(name).grad, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("prompts", [[["w5"]], [["w5"], ["w6"], ["w7"]], ["w5", "w6"]])
+def test_prompts_that_are_not_a_list_for_each_adapter_are_refused(prompts, case, tokenizer):
+    with pytest.raises(InputError, match="distil: prompts: "):
+        distil(plain(case, "base"), [str(case / "a"), str(case / "b")], prompts, tokenizer, ["w9"], steps=1)
 
 
 def test_answers_of_another_adapter_or_length_are_not_taken(case, tmp_path):

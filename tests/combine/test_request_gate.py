@@ -626,3 +626,12 @@ def test_the_template_before_a_request_is_read_once_and_vectors_are_those_of_who
         model(input_ids=batch["input_ids"])
         own_S = batch["counted"][0].bool()
         assert_near(vector_LD, torch.stack([x_SD[own_S].double().mean(0) for x_SD in seen]), dtype=torch.float16)
+
+
+def test_a_model_may_move_between_two_requests(base):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base).eval(), AutoTokenizer.from_pretrained(base)
+    gate = RequestGate.fit(model, TEXTS, NEUTRAL, tokenizer=tokenizer, chat=True)
+    asked = [TEXTS["math"][0], TEXTS["code"][0]]
+    assert gate.reader.prefix and gate.pick(asked) == ["math", "code"]
+    model.bfloat16()
+    assert gate.pick(asked) == ["math", "code"]

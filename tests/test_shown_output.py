@@ -51,7 +51,7 @@ def test_combine_shows_what_mix_prints(monkeypatch, capsys):
         rows[label], picked[label] = int(number), float(share[:-1]) / 100
         reached[label] = [float(first[:-1]) / 100] * (len(columns) - 1)
     monkeypatch.setenv("COLUMNS", "80")
-    print_held_out(HeldOut(rows, {}, right, picked, 0.0, None, reached, []), columns[:-1])
+    print_held_out(HeldOut([*rows], rows, {}, right, picked, 0.0, None, reached, []))
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     tables = [line for line in lines if line.startswith(tuple("┏┃┡│└")) or line.startswith("  " * 10)]
     assert printed == tables

@@ -52,8 +52,9 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.nn.Module": ("_parameters",),
     # ZeRO-3's config, removed in `utils.loading` while models without weights are created.
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
-    # The router modules of a native MoE, read in `models.introspection` and `adapter.base_model`.
-    "transformers.PreTrainedModel": ("_can_record_outputs",),
+    # The router modules of a native MoE, read in `models.introspection` and `adapter.base_model`; whether a model has
+    # other states than keys and values, in `combine.request_gate`.
+    "transformers.PreTrainedModel": ("_can_record_outputs", "_is_stateful"),
     # Resuming of native MoEs, and clipping, overridden in `training.mixins`. Token labels are kept as a column, as in
     # TRL's trainers (with `remove_unused_columns=False`, collators would get all columns).
     "transformers.Trainer": (

@@ -385,7 +385,7 @@ def test_each_stage_of_dpo_has_the_model_that_it_starts_from_as_its_reference(ca
     run("dpo", tmp_path / "plan", {**settings, "stages": stages}, "--dry-run")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as its launcher says it
     line = refused("dpo", tmp_path / "plan", {**settings, "stages": stages}, capsys=capsys)
-    assert line.startswith("error: stages=['rest', 'routers', 'joint']: TRL copies an adapter to compare with")
+    assert line.startswith("error: stages=['rest', 'routers', 'joint']: TRL copies the adapter as a reference")
 
 
 def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):

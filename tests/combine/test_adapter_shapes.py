@@ -359,7 +359,7 @@ def test_tensors_that_all_adapters_trained_alike_are_shared(declared, case, tmp_
                     assert_near(mixture(ids).logits, expected)
     with torch.no_grad(), model.disable_adapter():
         assert_near(model(ids).logits, tiny_llama(vocab=128).eval()(ids).logits)
-    with pytest.raises(ValueError, match=r"base_expert=True: all experts would share the adapters' .*\.weight, which"):
+    with pytest.raises(ValueError, match=r"base_expert=True: all experts would share the adapters' .*\.weight"):
         lora_to_moe(tiny_llama(vocab=128), folders, base_expert=True)
 
 
@@ -386,7 +386,7 @@ def test_tensors_that_adapters_trained_otherwise_are_named(case, tmp_path):
     same, changed, more = (trained_in_full(tmp_path / f"{x}", case, 0, x, True) for x in (0.0, 0.5, 0.25))
     assert lora_to_moe(tiny_llama(vocab=128), [same, case / "a"]).peft_config["default"].modules_to_save is None
     for others in ((case / "a", changed), (changed, same), (changed, more)):
-        with pytest.raises(ValueError, match=r"lm_head\.weight is not that of .*: it was trained in full"):
+        with pytest.raises(ValueError, match=r"lm_head\.weight was trained in full and differs from"):
             lora_to_moe(tiny_llama(vocab=128), others)
 
 

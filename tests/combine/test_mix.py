@@ -800,7 +800,7 @@ def test_tokenizers_that_differ_are_refused_with_the_first_token(site, case, tmp
         "prepare.adapters": lambda: upit(adapters=[str(case / "a"), lora]),
         "checkpoints": lambda: upit(checkpoints=[str(case / "dense-a"), dense]),
     }
-    with pytest.raises(InputError, match=r"its tokenizer has 'w9' as 5, and that of .* 'w5'"):
+    with pytest.raises(InputError, match=r"in its tokenizer, token 5 is 'w9'; in the tokenizer of .* it is 'w5'"):
         sites[site]()
     assert not Path(out).exists()
 

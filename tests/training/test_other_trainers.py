@@ -288,19 +288,6 @@ def test_predictions_of_the_plain_trainer_are_those_with_lora(tmp_path):
     assert config.keys_to_ignore_at_inference == kept and "keys_to_ignore_at_inference" not in config.__dict__
 
 
-def test_the_page_shows_the_table():
-    """A cell of the page stands for all adapters of the results."""
-    shown = (TABLE.parents[2] / "docs" / "losses.md").read_text()
-    results = {}
-    for line in TABLE.read_text().splitlines():
-        trainer, setting, *adapters = (text.strip() for text in line.strip("|").split("|")) if "|" in line else ("", "")
-        results[trainer, setting] = set(adapters)
-    for trainer in table.TRAINERS:
-        row = next(line for line in shown.splitlines() if line.startswith(f"| {trainer} |") and line.count("|") > 6)
-        for setting, text in zip(table.SETTINGS, row.strip("|").split("|")[1:], strict=True):
-            assert results[trainer, setting] == {{"–": "not with this trainer"}.get(text.strip(), text.strip())}
-
-
 class MoETrainer(RouterLossesMixin, Trainer):
     """A trainer of one's own."""
 

@@ -67,8 +67,8 @@ class Answers(NamedTuple):
     Args:
         losses: sum of the loss over an example's scored tokens, float64 [S].
         counts: number of scored tokens, int64 [S].
-        right: True if each scored token is the most probable after the tokens before it, so that greedy decoding gives
-            exactly this answer, bool [S].
+        right: True if each scored token up to the last end of an answer is the most probable after the tokens before
+            it, so that greedy decoding gives exactly this answer, bool [S].
     """
 
     losses: torch.Tensor
@@ -96,7 +96,7 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
     mine = starts[state.process_index :: state.num_processes]
     scored: list[tuple[int, list[float], list[int], list[bool]]] = []
     to_device(model)
-    fused = not _head_is_adapted(model)
+    fused, ends = not _head_is_adapted(model), _end_tokens(model)
     head = fused_lm_head(model, ("log_probs", "is_top1")) if fused else nullcontext()
     with head, evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
@@ -105,7 +105,7 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
             log_probs, is_top1, mask = _of_labels(model, inputs, fused)
             # Sum in float64 on the CPU; not all devices have float64.
             losses_B, counts_B = -log_probs.cpu().double().sum(-1), mask.sum(-1)
-            right_B = ~((is_top1 == 0) & mask).any(-1)
+            right_B = ~((is_top1 == 0) & mask & ~_after_end(inputs["labels"][:, 1:], ends)).any(-1)
             scored.append((start, losses_B.tolist(), counts_B.tolist(), right_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
             # All processes gather sharded weights at once, so a process with a batch fewer runs a batch of padding.
@@ -117,6 +117,23 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
     counts = [count for _, _, counts, _ in scored for count in counts]
     right = [is_right for _, _, _, right in scored for is_right in right]
     return Answers(torch.tensor(losses, dtype=torch.float64), torch.tensor(counts), torch.tensor(right))
+
+
+def _end_tokens(model: Any) -> torch.Tensor:
+    """Return the tokens at which decoding stops, [E]."""
+    config = getattr(base_model(model), "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    return torch.tensor([] if ends is None else ends, dtype=torch.long).reshape(-1)
+
+
+def _after_end(labels_BS: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """
+    Return whether labels follow the last end of an answer, bool [B, S], such as the line break that a chat template
+    puts there. Decoding stops before them.
+    """
+    is_end_BS = torch.isin(labels_BS, ends.to(labels_BS.device))
+    is_before_BS = is_end_BS.flip(1).cumsum(1).flip(1) > 0  # or the end itself
+    return is_end_BS.any(1, keepdim=True) & ~is_before_BS
 
 
 def _head_is_adapted(model: Any) -> bool:

@@ -668,3 +668,21 @@ def test_weights_that_overflow_the_dtype_of_a_checkpoint_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"^w: values up to 7e\+04 overflow dtype float16; use bfloat16$"):
             writer.write("w", torch.tensor([7e4, 1.0]))
         writer.write("w", torch.tensor([LARGEST, 1.0]))
+
+
+@torch.no_grad()
+def test_an_answer_is_right_whatever_a_template_puts_after_its_end():
+    """Decoding stops at the end, so the line break after it is nobody's."""
+    model = tiny_llama().eval()
+    ids = [5, 9, 50]
+    for _ in range(3):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    end, after = ids[-1], int(model(torch.tensor([ids])).logits[0, -1].argmin())
+    rows = Dataset.from_list([{"input_ids": [*ids, after], "labels": [-100] * 3 + [*ids[3:], after]}] * 2)
+
+    def collate(batch):
+        return {name: torch.tensor([row[name] for row in batch]) for name in ("input_ids", "labels")}
+
+    for ends, right in ((None, False), (end, True), ([1, end], True)):
+        model.generation_config.eos_token_id = ends
+        assert example_answers(model, rows, collate).right.tolist() == [right] * 2

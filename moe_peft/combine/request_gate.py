@@ -146,11 +146,13 @@ class Texts:
         vectors: the texts' vectors, float32 [R, L, d].
         digests: numbers of the texts, int64 [R]. They show which texts two adapters share.
         quoted: vectors of some of an adapter's texts inside requests about them, [Q, L, d].
+        parts: vectors of the parts of some of an adapter's texts, [P, L, d].
     """
 
     vectors: torch.Tensor
     digests: torch.Tensor
     quoted: torch.Tensor
+    parts: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -282,13 +284,18 @@ class RequestGate:
 
     @cached_property
     def margin(self) -> float:
-        """Lead over the base that an adapter needs: at least 0, so a score below the base's never suffices."""
+        """
+        Lead over the base that an adapter needs. It loses the share `lose` of the adapters' own texts, or less: where
+        own and general texts are far apart, it lies in the middle between them. It is at least 0, so a score below the
+        base's never suffices.
+        """
         if self.fixed_margin is not None or not self._for_base:
             return self.fixed_margin or 0.0
         scores_RN, own_R = self.left_out()
-        of_adapters = own_R < len(self.names)
-        best_R, base_R = scores_RN[of_adapters, :-1].max(1).values, scores_RN[of_adapters, -1]
-        return max(0.0, float((best_R - base_R).quantile(self.lose)))
+        lead_R, is_own_R = scores_RN[:, :-1].max(1).values - scores_RN[:, -1], own_R < len(self.names)
+        own = float(lead_R[is_own_R].quantile(self.lose))
+        general = max(0.0, float(lead_R[~is_own_R].quantile(0.99))) if BASE in self.texts else own
+        return max(0.0, own if own <= general else (own + general) / 2)
 
     @classmethod
     def fit(
@@ -354,8 +361,10 @@ class RequestGate:
         number_R = numbers_of(texts)
         texts = [texts[i] for i in number_R.argsort(stable=True).tolist()]
         quoted = quoting(texts, min(QUOTED, -(-len(texts) // 8))) if self.lists and name != BASE else []
-        vectors, of_quoted = self.read([*texts, *quoted]).split([len(texts), len(quoted)])
-        kept = {**self.texts, name: Texts(vectors, number_R.sort().values, of_quoted)}
+        parts = _some_parts(texts) if self.lists and name != BASE else []
+        lengths = [len(texts), len(quoted), len(parts)]
+        vectors = self.read([*texts, *quoted, *parts]).split(lengths)
+        kept = {**self.texts, name: Texts(vectors[0], number_R.sort().values, *vectors[1:])}
         base = {BASE: kept.pop(BASE)} if BASE in kept else {}
         gone = {other: value for other, value in self.gone.items() if other != name}
         return dataclasses.replace(self, texts={**kept, **base}, gone=gone)
@@ -485,12 +494,26 @@ class RequestGate:
             # The whole message decides, or else the part that leads most. A part about another text is for the base.
             decides = i if lead[i] > self.margin else max([i, *span], key=lambda j: lead[j])
             is_for_adapter = bool(text) and lead[decides] > self.margin
-            if about := [j for j in span if is_about[j]]:
-                decides, is_for_adapter = about[0], False
             scores = dict(zip(self.columns, scores_RN[decides].tolist(), strict=True))
             best = max(self.names, key=scores.__getitem__)
+            about = [j for j in span if is_about[j]]
+            if about and not (is_for_adapter and best in self._about_texts):
+                decides, is_for_adapter = about[0], False
+                scores = dict(zip(self.columns, scores_RN[decides].tolist(), strict=True))
             choice = RequestChoice(best if is_for_adapter else None, scores, flat[decides])
             found.append((choice, not is_for_adapter and nearest[i] == AS_BEFORE))
+        return found
+
+    @cached_property
+    def _about_texts(self) -> set[str]:
+        """Adapters whose own requests are about another text, such as "Give this as JSON: …"."""
+        found = set()
+        for name in self.names if self.lists else ():
+            parts = self.texts[name].parts
+            if len(parts):
+                is_about_P = self.classifier(parts)[:, self._classes.index(ABOUT)] > CLEARLY_ABOUT
+                if is_about_P.double().mean() > self.lose:
+                    found.add(name)
         return found
 
     def _of_columns(self, raw_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -577,7 +600,7 @@ class _Saved(NamedTuple):
 
     def vectors(self) -> list[torch.Tensor]:
         """Return all vectors, each [R, L, d]."""
-        of_texts = [x for of in (*self.texts.values(), *self.gone.values()) for x in (of.vectors, of.quoted)]
+        of_texts = [x for of in (*self.texts.values(), *self.gone.values()) for x in (of.vectors, of.quoted, of.parts)]
         return [*of_texts, *self.lists.values(), self.probe]
 
     def without(self, names: Sequence[str]) -> _Saved:
@@ -608,7 +631,12 @@ class _Saved(NamedTuple):
                 return file.get_tensor(name).float()
 
             of_names = [
-                Texts(floats(f"{i}.vectors"), file.get_tensor(f"{i}.digests").long(), floats(f"{i}.quoted"))
+                Texts(
+                    floats(f"{i}.vectors"),
+                    file.get_tensor(f"{i}.digests").long(),
+                    floats(f"{i}.quoted"),
+                    floats(f"{i}.parts"),
+                )
                 for i in range(len(names) + len(gone))
             ]
             about = {
@@ -628,6 +656,12 @@ class _Saved(NamedTuple):
         if not (whole and unique and numbers and isinstance(read["chat"], bool)):
             raise InputError(f"{path}: has no texts, or settings that cannot be; make it again")
         return saved
+
+
+def _some_parts(texts: Sequence[str]) -> list[str]:
+    """Return the parts of at most `QUOTED` texts, evenly spaced, of those that have several."""
+    several = [parts for text in texts if len(parts := parts_of(text)) > 1]
+    return [part for parts in several[:: -(-len(several) // QUOTED) or 1] for part in parts]
 
 
 def copy_without(source: Path, folder: Path, names: Sequence[str]) -> None:

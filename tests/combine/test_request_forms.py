@@ -100,3 +100,16 @@ def test_a_message_that_refers_to_an_earlier_one_has_its_adapter(gate):
     choices = gate.choose(asked)
     assert [choice.name for choice in choices] == ["kitchen", "bank", "kitchen", None, None]
     assert [choice.text for choice in choices[:2]] == [cook, pay]
+
+
+def test_an_adapter_whose_own_requests_are_about_a_text_keeps_them():
+    """Otherwise all of them would go to the base, as "Translate into Dutch: …" does."""
+    people = [f"{name}, {age}, {city}" for name, age in (("Ann", 30), ("Bo", 41), ("Cy", 27)) for city in (
+        "Rome", "Oslo", "Cork", "Bonn", "Nice", "Bath", "Riga", "Graz",
+    )]  # fmt: skip
+    folder = smollm2_folder()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = {"json": [f"Give this as JSON: {person}." for person in people], "bank": TEXTS["bank"]}
+    gate = RequestGate.fit(model.eval(), texts, tokenizer=tokenizer, chat=True)
+    assert gate.pick([f"Give this as JSON: {name}, 55, Lyon." for name in ("Dee", "Eve", "Flo")]) == ["json"] * 3
+    assert gate.pick([f"Translate into Dutch: {text}" for text in ASKED["bank"]]) == [None] * 3

@@ -215,18 +215,26 @@ def test_three_studies_of_upit():
     assert f"it was no better ({loss_of(sixteen)})" in page
 
 
-def test_one_lora_out_of_several():
-    runs = {run["way"]: run for run in records("studies/results/one_lora.jsonl") if "right" in run}
-    assert all((run["set"], run["seed"]) == ("short", 10) for run in runs.values()), "say what other runs found"
-    rights = {way: 100 * run["right"]["one"].count("1") / len(run["right"]["one"]) for way, run in runs.items()}
-    harm = {way: run["none_loss"] - runs["base"]["none_loss"] for way, run in runs.items()}
-    assert round(rights["own"]) == round(rights["picked"])
-    assert round(rights["distilled"]) == round(rights["regmean"])
-    assert (
-        f"{rights['distilled']:.0f} % of the answers of either were right, of the LoRAs' mean {rights['mean']:.0f} %, "
-        f"of each task's own LoRA, or the one that was picked, {rights['own']:.0f} %"
-    ) in text("docs/combine.md")
-    assert f"was {harm['distilled']:.2f} distilled, {harm['regmean']:.2f} merged" in text("docs/combine.md")
+def test_the_fork():
+    runs = {run["way"]: run for run in records("studies/results/fork.jsonl")}
+    assert {(run["set"], run["seed"]) for run in runs.values()} == {("short", 10)}, "say what other runs found"
+    page, names = text("docs/which-tool.md"), {
+        "joint, 8n, 20 %": "one LoRA on all rows, with 20 % `replay`", "distilled": "one LoRA, distilled",
+        "regmean": "one LoRA, merged", "picked": "picked for each request",
+    }  # fmt: skip
+    for way, name in names.items():
+        run = runs[way]
+        rights = [f"{100 * of.count('1') / len(of):.0f} %" for of in run["right"].values()]
+        labels = ", ".join(f"{100 * run['labels'][kind]:.0f} %" for kind in ("far", "near"))
+        harm = f"{run['none_loss'] - runs['base']['none_loss']:.2f}"
+        assert f"| {' | '.join([name, *rights, labels, harm])} |" in page, way
+    table = (ROOT / "studies/results/fork.md").read_text()
+    for pair, kind, shown in (
+        ("joint, 8n, 20 % − picked", 0, "+5.0 [-1.7, 11.7]"), ("joint, 8n, 20 % − picked", 2, "-6.2 [-12.9, 0.4]"),
+        ("distilled − own", 0, "-6.9 [-13.2, -0.6]"),
+    ):  # fmt: skip
+        (row,) = re.findall(rf"\| {re.escape(pair)} \| 1 \| (.*?) \|\n", table) or [""]
+        assert row.split(" | ")[kind] == shown
 
 
 def test_how_a_request_is_written():

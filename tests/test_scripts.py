@@ -336,6 +336,7 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
         balancing,
         changing_tasks,
         choices,
+        fork,
         granularity,
         growing,
         label_routing,
@@ -369,13 +370,13 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     (tmp_path / "granularity.md").write_text(granularity.report(ledgers["granularity"]))
     (tmp_path / "growing.md").write_text(growing.report(ledgers["growing"]))
     (tmp_path / "request_gate.md").write_text(request_gate.report(ledgers["request_gate"]))
-    for study in (changing_tasks, choices, one_lora, requests, scale, tenants, writings):
+    for study in (changing_tasks, choices, fork, one_lora, requests, scale, tenants, writings):
         name = study.__name__.rpartition(".")[2]
         (tmp_path / f"{name}.md").write_text(study.report(Ledger(results / f"{name}.jsonl")))
     quarter = upit_paper.report(Ledger(results / "upit_paper_quarter.jsonl"))
     (tmp_path / "upit_paper_quarter.md").write_text(quarter)
     (tmp_path / "schedule.md").write_text(schedule.report(study_of_schedule(results / "schedule")))
     pages = list(tmp_path.glob("*.md"))
-    assert len(pages) == len(names) + 10
+    assert len(pages) == len(names) + 11
     for path in pages:
         assert path.read_text() == (results / path.name).read_text(), path.name

@@ -244,9 +244,10 @@ class Pairs:
     def scaled_gates(self) -> torch.Tensor:
         """Return `s·g`, or 0 for a pair without an update, [P, 1]. Computed once for all projections."""
         if self._scaled_gates is None:
-            whole = self.updated is None
-            factors_TJ = None if whole else _factors(self.gates, self.scaling, self.updated)
-            self._scaled_gates = self.pair_gates() * self.scaling if factors_TJ is None else self.to_pairs(factors_TJ)
+            if self.updated is None:
+                self._scaled_gates = self.pair_gates() * self.scaling
+            else:
+                self._scaled_gates = self.to_pairs(_factors(self.gates, self.scaling, self.updated))
         return self._scaled_gates
 
     def updating(self, h_PR: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def distil(
             message. Give dozens, better hundreds.
         tokenizer: the base's.
         general: requests that the base answers; None: the built-in list. A fifth of the training's rows are of these.
-        steps: training steps of 10 rows.
+        steps: training steps of 10 rows. Each row has the same weight, however long its answer.
         rank: rank of the new LoRA.
         learning_rate: the highest rate; it decays to 0 (cosine).
         max_new_tokens: tokens of an answer at most.

@@ -213,12 +213,8 @@ def _mix_models(settings: MixSettings, folder: Path) -> Made:
 
 def _merge_adapters(settings: MixSettings, folder: Path) -> Made:
     """Write one LoRA, the least-squares merge of the adapters."""
-    parts = open_parts(settings.adapters or [], settings.labels, base=settings.base)
+    parts, calibration, held_out = _parts_of_one_lora(settings)
     labels, tokenizer = parts.labels, parts.tokenizer
-    check_not_taken(labels, settings.gates)
-    check_plain(parts.adapters)
-    calibration, held_out = _rows(settings, labels, tokenizer)
-    assert calibration is not None and held_out is not None
     batching = Batching(tokenizer, settings.max_length, settings.batch_size, settings.seed)
     rows = batching.held_out(held_out, labels, settings.right, settings.max_new_tokens)
     _say_cost(calibration, held_out, labels, others=3)
@@ -236,12 +232,8 @@ def _merge_adapters(settings: MixSettings, folder: Path) -> Made:
 def _distil_adapters(settings: MixSettings, folder: Path) -> Made:
     """Write one LoRA, trained on the adapters' own answers. Gold answers are for its measurement alone."""
     steps = settings.steps or 0
-    parts = open_parts(settings.adapters or [], settings.labels, base=settings.base)
+    parts, calibration, held_out = _parts_of_one_lora(settings)
     labels, tokenizer = parts.labels, parts.tokenizer
-    check_not_taken(labels, settings.gates)
-    check_plain(parts.adapters)
-    calibration, held_out = _rows(settings, labels, tokenizer)
-    assert calibration is not None and held_out is not None
     own, held_out_own = (
         unanswered_prompts(rows, labels, tokenizer, settings.max_length, f"steps={steps}")
         for rows in (calibration, held_out)
@@ -288,6 +280,16 @@ def _distil_adapters(settings: MixSettings, folder: Path) -> Made:
         f"{len(learned) - of_adapters} general ones"
     )
     return Made(labels, parts.base.path, how, measured)
+
+
+def _parts_of_one_lora(settings: MixSettings) -> tuple[Parts, Dataset, Dataset]:
+    """Open adapters that become one LoRA. Return them, calibration rows and held-out rows."""
+    parts = open_parts(settings.adapters or [], settings.labels, base=settings.base)
+    check_not_taken(parts.labels, settings.gates)
+    check_plain(parts.adapters)
+    calibration, held_out = _rows(settings, parts.labels, parts.tokenizer)
+    assert calibration is not None and held_out is not None
+    return parts, calibration, held_out
 
 
 def _check_gates(settings: MixSettings, gates: GateInit) -> None:

@@ -240,8 +240,8 @@ class RequestGate:
     lose: float = 0.03
     fixed_margin: float | None = None
     gone: dict[str, Texts] = field(default_factory=dict)
-    # The place of the model when the prefix was read, and the prefix.
-    _read_prefix: Any = field(default=None, init=False, repr=False, compare=False)
+    # Device and dtype of the model → the prefix read there. Gates with other adapters share it.
+    _prefixes: dict[Any, _Prefix | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -430,12 +430,12 @@ class RequestGate:
         """
         first = next(self.model.parameters())
         place = (first.device, first.dtype)
-        if self._read_prefix is None or self._read_prefix[0] != place:
-            self._read_prefix = place, self._new_prefix()
-        return self._read_prefix[1]
+        if place not in self._prefixes:
+            self._prefixes[place] = self._read_prefix()
+        return self._prefixes[place]
 
     @torch.no_grad()
-    def _new_prefix(self) -> _Prefix | None:
+    def _read_prefix(self) -> _Prefix | None:
         ids, kinds = self.reader.prefix, {*(getattr(text_config(self.model), "layer_types", None) or ())}
         stateful = base_model(self.model)._is_stateful or kinds - _ATTENTIONS
         if not ids or stateful or not self.reader.tokenizer.is_fast:  # without offsets, all tokens of a text count

@@ -21,9 +21,8 @@ Message: TypeAlias = Mapping[str, Any]
 Request: TypeAlias = str | Sequence[Message]  # a text, or a chat's messages
 
 PARTS = 32  # number of parts read of a request at most, from its beginning and its end
-LONGEST = (
-    1 << 19
-)  # characters at a text's beginning and end that are split: while a text is split, no other thread runs
+# Characters at a text's beginning and end that are split into parts. While a text is split, no other thread runs.
+LONGEST = 1 << 19
 _MARKS = re.compile(r"[.?!,;:]+(?=\s|$)")
 _ENDS = re.compile(r"(?<=[.?!])\s+|(?<=:)\s+(?![\"“{\[])|(?<=[。?!])|\n+")
 

@@ -45,10 +45,10 @@ def text_config(model: Any) -> Any:
 NAMES_FIELD = "moe_peft_expert_names"  # of a native MoE's config
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(model: Any, tokenizer: Any = None) -> list[int]:
     """Return the tokens that end an answer: the model's, and the tokenizer's, which training may have changed."""
     ends = base_model(model).generation_config.eos_token_id
-    return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
+    return sorted({*(ends if isinstance(ends, list) else [ends]), getattr(tokenizer, "eos_token_id", None)} - {None})
 
 
 @contextmanager

@@ -158,16 +158,17 @@ class AnswersFile:
         remedy = "name a new file, or one that an earlier run has written"
         with reading(f"{self.field}={str(self.path)!r}", remedy), self.path.open("a+b") as file:
             file.seek(0)
-            *lines, torn = file.read().split(b"\n")
-            if torn and _is_json(torn):  # only its line break is missing
-                lines, torn = [*lines, torn], b"\n"
-            elif not torn.startswith(_START[: len(torn)]):
+            content = file.read()
+            *lines, last = content.split(b"\n")
+            if _is_json(last):  # whole, but for its line break
+                lines.append(last)
+            elif not last.startswith(_START[: len(last)]):
                 raise ValueError("its last line is no answer")
             rows = [_parsed(line, i) for i, line in enumerate(lines, 1)]
             kept = [row for row in rows if only is None or row.key in only]
-            if torn or len(kept) < len(rows):
+            if (wanted := b"".join(map(_line, kept))) != content:
                 with atomic_write(self.path) as partial_file:
-                    partial_file.write_bytes(b"".join(map(_line, kept)))
+                    partial_file.write_bytes(wanted)
         return {row.key: row.tokens for row in kept}
 
     def append(self, rows: Iterable[KeptAnswer]) -> None:

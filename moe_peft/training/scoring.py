@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers.utils.logging import tqdm
 
-from ..models.introspection import base_model
+from ..models.introspection import base_model, end_tokens
 from ..utils.compat import private
 from ..utils.distributed import gathered_as_it_runs, is_sharded
 from ..utils.messages import InputError
@@ -96,7 +96,7 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
     mine = starts[state.process_index :: state.num_processes]
     scored: list[tuple[int, list[float], list[int], list[bool]]] = []
     to_device(model)
-    fused, ends = not _head_is_adapted(model), _end_tokens(model)
+    fused, ends = not _head_is_adapted(model), torch.tensor(end_tokens(model), dtype=torch.long)
     head = fused_lm_head(model, ("log_probs", "is_top1")) if fused else nullcontext()
     with head, evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
@@ -117,13 +117,6 @@ def example_answers(model: Any, dataset: Dataset, collator: Collator, rows: int 
     counts = [count for _, _, counts, _ in scored for count in counts]
     right = [is_right for _, _, _, right in scored for is_right in right]
     return Answers(torch.tensor(losses, dtype=torch.float64), torch.tensor(counts), torch.tensor(right))
-
-
-def _end_tokens(model: Any) -> torch.Tensor:
-    """Return the tokens at which decoding stops, [E]."""
-    config = getattr(base_model(model), "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    return torch.tensor([] if ends is None else ends, dtype=torch.long).reshape(-1)
 
 
 def _after_end(labels_BS: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are not folders are not looked for
 
+import datasets
 import pytest
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -34,9 +35,13 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Puts back variables of the environment, which training arguments and commands set for the whole process."""
-    before = dict(os.environ)
+    """Puts back what training arguments and commands set for the whole process."""
+    before, verbosity = dict(os.environ), transformers.logging.get_verbosity()
     yield
+    datasets.enable_progress_bars()
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(verbosity)
+    logging.getLogger("moe_peft").setLevel(logging.NOTSET)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
@@ -58,19 +63,6 @@ def llama() -> LlamaForCausalLM:
 def tokenizer() -> PreTrainedTokenizerFast:
     """Words "w3" … "w127"; 0 pads, 1 ends, 2 is unknown."""
     return word_tokenizer(model_max_length=256)
-
-
-@pytest.fixture
-def loud() -> Iterator[None]:
-    """Puts back what `--quiet` changes for the whole process."""
-    import datasets
-
-    verbosity = transformers.logging.get_verbosity()
-    yield
-    datasets.enable_progress_bars()
-    transformers.logging.enable_progress_bar()
-    transformers.logging.set_verbosity(verbosity)
-    logging.getLogger("moe_peft").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

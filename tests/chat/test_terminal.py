@@ -60,6 +60,7 @@ def talk(models, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
 
     def talk(model: str, *lines: str, flags: tuple[str, ...] = ()) -> str:
+        torch.manual_seed(0)
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         main(["chat", "--model", str(models / model), "--max-new-tokens", "8", *flags])
         return capsys.readouterr().out

@@ -192,6 +192,7 @@ def test_the_space_serves_what_its_variables_say(folder, monkeypatch):
     served = []
     monkeypatch.setattr("moe_peft.chat.web.import_gradio", lambda: None)
     monkeypatch.setattr("moe_peft.chat.web.serve_page", lambda *given: served.append(given))
+    monkeypatch.setattr("moe_peft.cli.chat._check_address", lambda host, port: None)  # another page may be there
     monkeypatch.delenv("MODEL", raising=False)
     with pytest.raises(SystemExit, match="MODEL: set this variable"):
         runpy.run_path(str(SPACE / "app.py"))

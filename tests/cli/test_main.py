@@ -416,7 +416,6 @@ def test_version_is_the_distributions():
     assert version("moe-peft-hf") == moe_peft.__version__
 
 
-@pytest.mark.usefixtures("loud")
 @pytest.mark.parametrize("quiet", ["before", "after", None])
 def test_quiet_hides_progress(quiet, tmp_path, capsys):
     tiny_llama().save_pretrained(tmp_path / "base")
